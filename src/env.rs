@@ -1,0 +1,45 @@
+//! Every environment variable that fi-arch reads, and the folder of everything it keeps.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use crate::error::{Error, Result};
+
+/// The folder of everything that fi-arch keeps (store, fetched wheels, logs).
+pub const FI_ARCH_HOME: &str = "FI_ARCH_HOME";
+/// Log filter of `tracing`, such as `debug` or `fi_arch::build=trace`.
+pub const FI_ARCH_LOG: &str = "FI_ARCH_LOG";
+/// Caps the memory that compile jobs may plan with, in MiB. A cgroup limit is seen without it.
+pub const FI_ARCH_MEMORY_MIB: &str = "FI_ARCH_MEMORY_MIB";
+/// A CUDA toolkit, as every CUDA project reads it.
+pub const CUDA_HOME: &str = "CUDA_HOME";
+/// The other common name of `CUDA_HOME`; FlashInfer reads it second.
+pub const CUDA_PATH: &str = "CUDA_PATH";
+/// The active virtual environment.
+pub const VIRTUAL_ENV: &str = "VIRTUAL_ENV";
+/// The active conda environment.
+pub const CONDA_PREFIX: &str = "CONDA_PREFIX";
+/// Where programs are looked for.
+pub const PATH: &str = "PATH";
+/// The host C++ compiler.
+pub const CXX: &str = "CXX";
+/// Disables colour when set to anything (https://no-color.org).
+pub const NO_COLOR: &str = "NO_COLOR";
+
+/// The value of `name`; an empty one counts as unset, as shells mean it.
+pub fn var(name: &str) -> Option<OsString> {
+    std::env::var_os(name).filter(|value| !value.is_empty())
+}
+
+/// The folder of everything that fi-arch keeps: `FI_ARCH_HOME`, else the platform's cache folder `/fi-arch`.
+pub fn home() -> Result<PathBuf> {
+    if let Some(dir) = var(FI_ARCH_HOME) {
+        let dir = PathBuf::from(dir);
+        return std::path::absolute(&dir).map_err(|e| Error::io("resolve", &dir, e));
+    }
+    dirs::cache_dir().map(|dir| dir.join("fi-arch")).ok_or_else(|| {
+        Error::machine("no folder to keep artifacts in")
+            .because("neither FI_ARCH_HOME, XDG_CACHE_HOME nor HOME is set")
+            .hint("set FI_ARCH_HOME to a folder that can be written")
+    })
+}

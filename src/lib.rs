@@ -1,0 +1,46 @@
+//! fi-arch makes FlashInfer's JIT modules work on GPUs that the installed FlashInfer does not list,
+//! proves that they work, and ships the result.
+//!
+//! The map of the crate, in the order in which its parts may depend on each other (a part uses only parts above it):
+//!
+//! | part | what it is |
+//! | --- | --- |
+//! | [`exit`], [`error`], [`env`], [`digest`] | exit codes, the one error type, environment variables, SHA-256 |
+//! | [`target`] | SM targets: parsing, family rules, what an nvcc can emit |
+//! | [`tables`] | `arch-tables/` read into types; look-up by digest and release |
+//! | [`survey`] | what is on this machine; knows nothing of gates |
+//! | [`sites`] | finds gates and defects in files; changes nothing |
+//! | [`overlay`] | sites + edits → post-images |
+//! | [`build`] | toolchain, provisioning, plan, compile scheduler |
+//! | [`cubin`] | fat binaries, ELF, SASS marks → inventory; needs no CUDA toolkit, knows nothing of FlashInfer |
+//! | [`judge`] | inventory + linkage → verdict |
+//! | [`store`] | key, manifest, lock, publish |
+//! | [`pipeline`] | the one place that knows build, judge and store: look up, lock, compile, judge, publish |
+//! | [`cli`] | one file a verb; human and JSON output; no logic of its own |
+
+pub mod digest;
+pub mod env;
+pub mod error;
+pub mod exit;
+
+pub mod target;
+
+pub mod tables;
+
+pub mod survey;
+
+pub mod sites;
+
+pub mod overlay;
+
+pub mod build;
+
+pub mod cubin;
+
+pub mod judge;
+
+pub mod store;
+
+pub mod pipeline;
+
+pub mod cli;

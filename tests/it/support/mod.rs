@@ -1,0 +1,3 @@
+//! What tests stand on: real wheels, and fakes for faults.
+
+pub mod wheels;
