@@ -1,1 +1,673 @@
-//! (being built)
+//! The one place that knows build, judge and store: survey, plan, look up, lock, compile, judge, publish.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use rayon::prelude::*;
+
+use crate::build::closure::{self, Located};
+use crate::build::compile::{self, JobStatus};
+use crate::build::plan::{self, Plan};
+use crate::build::provision::{self, Mode};
+use crate::build::toolchain::{self, Found, HostCompiler, Toolkit};
+use crate::build::{limits, view};
+use crate::cubin;
+use crate::digest::Digest;
+use crate::env;
+use crate::error::{Error, Result};
+use crate::judge::{self, Expectation, Owner, Verdict};
+use crate::memo::Memo;
+use crate::overlay::{self, Overlay};
+use crate::store::{ArtifactRecord, EditRecord, Entry, Key, KeyBuilder, MANIFEST_FORMAT, Manifest, Store, VerdictRecord};
+use crate::survey::{self, Environment, FlashInfer, TvmFfi};
+use crate::tables::{Module, Recipe, Tables};
+use crate::target::{self, CudaVersion, Target};
+
+/// The version of the way in which builds are done, beyond what commands and contents say. Part of every key.
+const PLAN_FORMAT: &str = "fi-arch plan 1";
+
+/// What a user asks of `build`.
+#[derive(Debug, Clone)]
+pub struct Request {
+    pub module: String,
+    pub target: target::Request,
+    /// A release (`0.6.4`) or a folder that holds FlashInfer.
+    pub flashinfer: Option<String>,
+    pub env: Option<PathBuf>,
+    pub toolkit: Option<PathBuf>,
+    pub jobs: Option<usize>,
+    pub mode: Mode,
+    /// The gate edit alone. Shows what a one-line edit gives; the judge refuses it.
+    pub gate_only: bool,
+}
+
+/// What happens on the way, for a display.
+#[derive(Debug)]
+pub enum Event<'a> {
+    /// A step begins: `fetching CUDA 13.0`, `judging`, …
+    Step(String),
+    /// Something the user should know, although it stops nothing.
+    Warning(String),
+    /// How far the compile jobs are.
+    Jobs(&'a [JobStatus]),
+}
+
+/// Receives events. Libraries never print.
+pub type Observer<'a> = &'a mut dyn FnMut(Event);
+
+/// Everything that is known before compiling.
+#[derive(Debug)]
+pub struct Prepared {
+    pub module: &'static Module,
+    pub flashinfer: FlashInfer,
+    pub tvm_ffi: TvmFfi,
+    pub toolkit: Toolkit,
+    pub host: HostCompiler,
+    pub target: Target,
+    pub overlay: Overlay,
+    pub plan: Plan,
+    /// The key of everything known before compiling.
+    pub request: Key,
+    /// The oldest Linux driver that can run the product.
+    pub min_driver: Option<String>,
+    cxx11_abi: bool,
+    sources: Vec<Vec<u8>>,
+}
+
+/// What `build` gives back.
+#[derive(Debug)]
+pub struct Built {
+    pub prepared: Prepared,
+    pub entry: Entry,
+    /// Was it in the store already (whoever put it there)?
+    pub hit: bool,
+}
+
+/// The folders and memory that one process works with.
+#[derive(Debug)]
+pub struct Context {
+    pub home: PathBuf,
+    pub memo: Memo,
+}
+
+impl Context {
+    pub fn open() -> Result<Self> {
+        let home = env::home()?;
+        let memo = Memo::load(&home);
+        Ok(Self { home, memo })
+    }
+}
+
+/// Answers from the store, or compiles, judges and publishes.
+pub fn build(request: &Request, context: &Context, observe: Observer) -> Result<Built> {
+    let started = Instant::now();
+    let prepared = prepare(request, context, observe)?;
+    let store = Store::open(&context.home)?;
+    if let Some(entry) = look_up(&prepared, &store, &context.memo)? {
+        context.memo.save();
+        return Ok(Built { prepared, entry, hit: true });
+    }
+    context.memo.save();
+
+    let mut told = false;
+    let _lock = store.lock(&prepared.request.to_string(), &mut |holder| {
+        if !std::mem::replace(&mut told, true) {
+            let who = holder.map_or("another process".to_owned(), |pid| format!("process {pid}"));
+            observe(Event::Step(format!("waiting for {who}, which builds the same")));
+        }
+        compile::check_cancelled()
+    })?;
+    if let Some(entry) = look_up(&prepared, &store, &context.memo)? {
+        context.memo.save();
+        return Ok(Built { prepared, entry, hit: true });
+    }
+
+    let staging = store.staging()?;
+    let dir = staging.path().join("build");
+    let entry = compile_and_publish(request, &prepared, context, &store, &dir, started, observe);
+    let entry = match entry {
+        Ok(entry) => entry,
+        Err(error) if error.exit() == crate::exit::Exit::Interrupted => return Err(error),
+        Err(error) => return Err(keep_logs(error, &prepared, &dir, &context.home)),
+    };
+    context.memo.save();
+    Ok(Built { prepared, entry, hit: false })
+}
+
+/// What a build stands on: FlashInfer, found on this machine or fetched, and the environment that it was found in.
+#[derive(Debug)]
+struct Ground {
+    environment: Option<Environment>,
+    flashinfer: FlashInfer,
+    /// Is it the environment's own FlashInfer?
+    own: bool,
+}
+
+/// Finds or fetches FlashInfer.
+fn ground(request: &Request, context: &Context, observe: Observer) -> Result<Ground> {
+    let environment = survey::environment(request.env.as_deref(), &context.memo)?;
+    let installed = match &environment {
+        Some(environment) => survey::flashinfer(environment)?,
+        None => None,
+    };
+    let fetched = |version: Option<&str>, observe: Observer| -> Result<FlashInfer> {
+        let site = provision::flashinfer(&context.home, version, request.mode, &mut |step| observe(Event::Step(step.to_owned())))?;
+        survey::flashinfer_at(&site)
+    };
+    let (flashinfer, own) = match (&request.flashinfer, installed) {
+        (Some(path), _) if is_path(path) => (survey::flashinfer_at(Path::new(path))?, false),
+        (Some(version), Some(installed)) if same_release(version, &installed.version) => (installed, true),
+        (Some(version), _) => (fetched(Some(version), observe)?, false),
+        (None, Some(installed)) => (installed, true),
+        (None, None) if request.env.is_some() => {
+            let dir = request.env.as_ref().map(|dir| dir.display().to_string()).unwrap_or_default();
+            return Err(Error::machine(format!("no FlashInfer is installed in {dir}"))
+                .hint("name a release with --flashinfer VERSION and its pinned wheel is fetched, or leave --env out"));
+        }
+        (None, None) => (fetched(None, observe)?, false),
+    };
+    Ok(Ground { environment, flashinfer, own })
+}
+
+fn is_path(text: &str) -> bool {
+    text.contains('/') || text == "." || text == ".." || Path::new(text).is_dir()
+}
+
+fn same_release(a: &str, b: &str) -> bool {
+    let parse = |text: &str| text.parse::<pep440_rs::Version>();
+    matches!((parse(a), parse(b)), (Ok(a), Ok(b)) if a == b)
+}
+
+/// The overlay of what `request` names, and the FlashInfer that it is for. Needs no toolkit.
+pub fn edits(request: &Request, context: &Context, observe: Observer) -> Result<(FlashInfer, Overlay)> {
+    let module = Tables::load().module(&request.module)?;
+    let ground = ground(request, context, observe)?;
+    let overlay = overlay_of(module, &ground.flashinfer, request, observe)?;
+    Ok((ground.flashinfer, overlay))
+}
+
+fn overlay_of(module: &'static Module, flashinfer: &FlashInfer, request: &Request, observe: Observer) -> Result<Overlay> {
+    let options = overlay::Options { gate_only: request.gate_only };
+    let overlay = overlay::compute(&flashinfer.package, module, &flashinfer.version, &options)?;
+    for warning in &overlay.warnings {
+        observe(Event::Warning(warning.clone()));
+    }
+    Ok(overlay)
+}
+
+/// A build as far as it is known without fetching a toolkit or compiling.
+#[derive(Debug)]
+pub struct DryRun {
+    pub flashinfer: FlashInfer,
+    pub overlay: Overlay,
+    pub target: Target,
+    pub min_driver: Option<String>,
+    /// None where this machine has no fit toolkit or no tvm-ffi yet.
+    pub planned: Option<Planned>,
+    /// What a real run would fetch first.
+    pub would_fetch: Vec<String>,
+}
+
+/// The plan of a dry run, and the store's answer to it.
+#[derive(Debug)]
+pub struct Planned {
+    pub plan: Plan,
+    pub request: Key,
+    pub entry: Option<Entry>,
+}
+
+/// Plans and looks up, compiles nothing. FlashInfer's own wheel is fetched where it is missing: without it nothing is known.
+pub fn dry_run(request: &Request, context: &Context, observe: Observer) -> Result<DryRun> {
+    let module = Tables::load().module(&request.module)?;
+    let ground = ground(request, context, observe)?;
+    let overlay = overlay_of(module, &ground.flashinfer, request, observe)?;
+
+    let offline = Request { mode: Mode::Offline, ..request.clone() };
+    let mut would_fetch = Vec::new();
+    if tvm_ffi(&ground, &offline, context, &mut |_| ()).is_err() {
+        would_fetch.push("apache-tvm-ffi".to_owned());
+    }
+    let found = toolchain::find(request.toolkit.as_deref(), ground.environment.as_ref(), &wanted(request), &context.memo)?;
+    let version = match found {
+        Found::Toolkit(toolkit) => toolkit.version,
+        Found::None(_) => {
+            if provision::cuda(&context.home, Mode::Offline, &mut |_| ()).is_err() {
+                would_fetch.push(format!("CUDA {} (nvcc, headers, runtime)", provision::CUDA_VERSION));
+            }
+            provision::CUDA_VERSION
+        }
+    };
+    let target = request.target.resolve(version)?;
+    if !would_fetch.is_empty() {
+        let min_driver = Tables::load().min_driver(version, target);
+        return Ok(DryRun { flashinfer: ground.flashinfer, overlay, target, min_driver, planned: None, would_fetch });
+    }
+    let prepared = prepare_on(ground, overlay, module, &offline, context, observe)?;
+    let store = Store::open(&context.home)?;
+    let entry = look_up(&prepared, &store, &context.memo)?;
+    context.memo.save();
+    let Prepared { flashinfer, overlay, plan, request, min_driver, .. } = prepared;
+    Ok(DryRun { flashinfer, overlay, target, min_driver, planned: Some(Planned { plan, request, entry }), would_fetch })
+}
+
+fn wanted(request: &Request) -> impl Fn(CudaVersion) -> Result<()> + use<> {
+    let target = request.target;
+    move |version| target.resolve(version).map(drop)
+}
+
+/// Surveys, fetches what is missing, and plans.
+fn prepare(request: &Request, context: &Context, observe: Observer) -> Result<Prepared> {
+    let module = Tables::load().module(&request.module)?;
+    let ground = ground(request, context, observe)?;
+    let overlay = overlay_of(module, &ground.flashinfer, request, observe)?;
+    prepare_on(ground, overlay, module, request, context, observe)
+}
+
+fn prepare_on(
+    ground: Ground,
+    overlay: Overlay,
+    module: &'static Module,
+    request: &Request,
+    context: &Context,
+    observe: Observer,
+) -> Result<Prepared> {
+    let memo = &context.memo;
+    let tvm_ffi = tvm_ffi(&ground, request, context, observe)?;
+    let toolkit = toolkit(&ground, request, context, observe)?;
+    let host = toolchain::host_compiler(memo)?;
+    let target = request.target.resolve(toolkit.version)?;
+    let flashinfer = ground.flashinfer;
+    let recipe: &Recipe = Tables::load().recipe_for(&flashinfer.package, &flashinfer.version)?;
+    let torch = match &ground.environment {
+        Some(environment) if ground.own => survey::torch(environment)?,
+        _ => None,
+    };
+    let cxx11_abi = torch.and_then(|torch| torch.cxx11_abi).unwrap_or(true);
+    let inputs = plan::Inputs {
+        module,
+        recipe,
+        overlay: &overlay,
+        package: &flashinfer.package,
+        tvm_ffi: &tvm_ffi,
+        cxx11_abi,
+        toolkit: &toolkit,
+        target,
+    };
+    let plan = plan::plan(&inputs)?;
+    let sources = plan
+        .sources
+        .iter()
+        .map(|source| contents(&plan.view.locate(&source.path), &plan, &overlay))
+        .collect::<Result<Vec<_>>>()?;
+    let min_driver = Tables::load().min_driver(toolkit.version, target);
+    let mut prepared = Prepared {
+        module,
+        flashinfer,
+        tvm_ffi,
+        toolkit,
+        host,
+        target,
+        overlay,
+        plan,
+        request: KeyBuilder::new(PLAN_FORMAT).finish(),
+        min_driver,
+        cxx11_abi,
+        sources,
+    };
+    prepared.request = request_key(&prepared, memo)?;
+    Ok(prepared)
+}
+
+/// The content of a file of the build folder, before there is one.
+fn contents(file: &Located, plan: &Plan, overlay: &Overlay) -> Result<Vec<u8>> {
+    if file.root == view::OVERLAY {
+        let known = closure::overlay_file(overlay, &file.path).expect("the plan names only files of its overlay there");
+        return Ok(known.post.clone());
+    }
+    let path = plan.view.path_of(file).expect("the plan names only roots of its view");
+    fs::read(&path).map_err(|e| Error::io("read", &path, e).hint("the installed FlashInfer lacks a source of this module: is it whole?"))
+}
+
+/// The tvm-ffi beside the chosen FlashInfer, else the environment's, else a pinned one.
+fn tvm_ffi(ground: &Ground, request: &Request, context: &Context, observe: Observer) -> Result<TvmFfi> {
+    let beside = ground.flashinfer.package.parent().map(survey::tvm_ffi_in).transpose()?.flatten();
+    let of_environment = match &ground.environment {
+        Some(environment) if ground.own || request.env.is_some() => survey::tvm_ffi(environment)?,
+        _ => None,
+    };
+    let found = match beside.or(of_environment) {
+        Some(found) => found,
+        None => {
+            let site = provision::tvm_ffi(&context.home, request.mode, &mut |step| observe(Event::Step(step.to_owned())))?;
+            survey::tvm_ffi_in(&site)?.ok_or_else(|| {
+                Error::refused("the fetched apache-tvm-ffi holds no tvm_ffi package")
+                    .hint(format!("remove {} and run again", site.display()))
+            })?
+        }
+    };
+    if let Some(range) = Tables::load().tvm_ffi_range(&ground.flashinfer.version)
+        && let (Ok(range), Ok(version)) =
+            (range.parse::<pep440_rs::VersionSpecifiers>(), found.version.parse::<pep440_rs::Version>())
+        && !range.contains(&version)
+    {
+        observe(Event::Warning(format!(
+            "apache-tvm-ffi {version} is outside of {range}, which FlashInfer {} asks for",
+            ground.flashinfer.version
+        )));
+    }
+    Ok(found)
+}
+
+fn fetched_toolkit(root: &Path, memo: &Memo) -> Result<Toolkit> {
+    toolchain::at(root, "fetched wheels", memo).map_err(|why| {
+        Error::machine("the fetched CUDA toolkit is not fit")
+            .because(why)
+            .hint(format!("remove {} and run again", root.display()))
+    })
+}
+
+/// The machine's own toolkit if a fit one is there, else the pinned one.
+fn toolkit(ground: &Ground, request: &Request, context: &Context, observe: Observer) -> Result<Toolkit> {
+    let memo = &context.memo;
+    let rejected = match toolchain::find(request.toolkit.as_deref(), ground.environment.as_ref(), &wanted(request), memo)? {
+        Found::Toolkit(toolkit) => return Ok(toolkit),
+        Found::None(rejected) => rejected,
+    };
+    for one in &rejected {
+        observe(Event::Warning(format!("{} ({}) is not used: {}", one.root.display(), one.origin, one.why)));
+    }
+    let root = provision::cuda(&context.home, request.mode, &mut |step| observe(Event::Step(step.to_owned())))?;
+    let toolkit = fetched_toolkit(&root, memo)?;
+    wanted(request)(toolkit.version)?;
+    Ok(toolkit)
+}
+
+/// The key of everything that is known before compiling: commands, tools, sources, overlay. Contents and modes, no paths.
+fn request_key(prepared: &Prepared, memo: &Memo) -> Result<Key> {
+    let Prepared { module, tvm_ffi, toolkit, host, target, overlay, plan, sources, cxx11_abi, .. } = prepared;
+    let mut key = KeyBuilder::new(PLAN_FORMAT);
+    key.text("judge", judge::RULES)
+        .text("module", &module.name)
+        .text("target", &target.to_string())
+        .text("tvm_ffi", &tvm_ffi.version)
+        .text("cxx11_abi", if *cxx11_abi { "1" } else { "0" })
+        .text("nvcc", &toolkit.full_version);
+    for command in plan.commands() {
+        for word in command {
+            key.text("word", word);
+        }
+        key.text("command", "end");
+    }
+    for source in sources {
+        key.digest("source", Digest::of(source));
+    }
+    for file in overlay.files.iter().filter(|file| file.path.starts_with("flashinfer/data/")) {
+        key.text("overlay file", &file.path).digest("overlay content", Digest::of(&file.post));
+    }
+    let tools: Vec<&PathBuf> = toolkit.tools.iter().chain([&toolkit.cudart]).chain(&host.tools).collect();
+    let digests = tools.par_iter().map(|tool| memo.digest(tool)).collect::<Result<Vec<_>>>()?;
+    for (tool, digest) in tools.iter().zip(digests) {
+        let name = tool.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        key.text("tool", &name).digest("tool content", digest);
+    }
+    Ok(key.finish())
+}
+
+/// The key of an artifact: the request, and the content of every file that its compile read.
+fn artifact_key(prepared: &Prepared, files: &[Located], memo: &Memo) -> Result<Key> {
+    let contents = files
+        .par_iter()
+        .map(|file| {
+            if file.root == view::OVERLAY {
+                let known = closure::overlay_file(&prepared.overlay, &file.path);
+                let known = known.ok_or_else(|| Error::refused(format!("the overlay has no {} any more", file.path)))?;
+                return Ok((format!("overlay/{}", file.path), Digest::of(&known.post)));
+            }
+            let path = prepared.plan.view.path_of(file);
+            let path = path.ok_or_else(|| Error::refused(format!("unknown root {}", file.root)))?;
+            // The host's headers lie at different places on different machines: only what they say counts.
+            let name = if file.root == view::HOST { view::HOST.to_owned() } else { format!("{}/{}", file.root, file.path) };
+            Ok((name, memo.digest(&path)?))
+        })
+        .collect::<Result<Vec<_>>>()?;
+    let mut contents: Vec<(String, Digest)> = contents;
+    contents.sort();
+    let mut key = KeyBuilder::new("fi-arch artifact 1");
+    key.text("request", &prepared.request.to_string());
+    for (name, digest) in contents {
+        key.text("file", &name).digest("content", digest);
+    }
+    Ok(key.finish())
+}
+
+/// The store's answer: an artifact whose every input has the same content today.
+fn look_up(prepared: &Prepared, store: &Store, memo: &Memo) -> Result<Option<Entry>> {
+    for files in store.closures(&prepared.request) {
+        if let Some(shadow) = closure::shadow(&files, &prepared.plan.include_dirs, &prepared.plan.view, &prepared.overlay) {
+            tracing::info!("a stored artifact does not fit any more: {shadow}");
+            continue;
+        }
+        // A file that is gone belongs to another state of the machine: no hit, and no failure.
+        let Ok(key) = artifact_key(prepared, &files, memo) else { continue };
+        if let Some(entry) = store.lookup(&key, memo)? {
+            return Ok(Some(entry));
+        }
+    }
+    Ok(None)
+}
+
+/// Disk space (MiB) that a build's intermediate files may need for each source.
+const SOURCE_MIB: u64 = 256;
+
+fn check_disk(dir: &Path, sources: usize) -> Result<()> {
+    let Ok(stat) = rustix::fs::statvfs(dir) else { return Ok(()) };
+    let free_mib = (stat.f_bavail * stat.f_frsize) >> 20;
+    let needed_mib = SOURCE_MIB * sources as u64;
+    if free_mib < needed_mib {
+        return Err(Error::machine(format!("too little disk space to build in {}", dir.display()))
+            .because(format!("{free_mib} MiB are free, {needed_mib} MiB may be needed for a while"))
+            .hint("free some disk space, or set FI_ARCH_HOME to a folder on another disk"));
+    }
+    Ok(())
+}
+
+fn compile_and_publish(
+    request: &Request,
+    prepared: &Prepared,
+    context: &Context,
+    store: &Store,
+    dir: &Path,
+    started: Instant,
+    observe: Observer,
+) -> Result<Entry> {
+    let Prepared { plan, toolkit, host, target, .. } = prepared;
+    fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, e))?;
+    check_disk(dir, plan.sources.len())?;
+    plan.view.lay_out(dir, &prepared.overlay)?;
+    for source in &plan.sources {
+        let keep = dir.join("keep").join(&source.name);
+        fs::create_dir_all(&keep).map_err(|e| Error::io("create", &keep, e))?;
+    }
+    observe(Event::Step(format!("probing nvcc {} and the link", toolkit.full_version)));
+    toolchain::probe_link(toolkit, host, &dir.join("tmp"))?;
+    toolchain::probe_nvcc(toolkit, host, *target, &dir.join("tmp"))?;
+
+    let jobs = limits::jobs(plan.sources.len(), request.jobs);
+    observe(Event::Step(format!(
+        "compiling {} for {target}: {} sources, {} at once ({})",
+        prepared.module.name,
+        plan.sources.len(),
+        jobs.count,
+        jobs.reason
+    )));
+    let begun = begin(dir)?;
+    let logs = dir.join("logs");
+    compile::run_all(&plan.compile_jobs(host), dir, &logs, jobs.count, &mut |status| observe(Event::Jobs(status)))?;
+    observe(Event::Step("linking".to_owned()));
+    compile::run_all(&[plan.link_job(host)], dir, &logs, 1, &mut |_| ())?;
+
+    let files = closure::read(&plan.depfiles(dir), &plan.view)?;
+    unchanged_since(&begun, &files, plan)?;
+    let key = artifact_key(prepared, &files, &context.memo)?;
+
+    observe(Event::Step("judging".to_owned()));
+    let artifact = dir.join(&plan.artifact);
+    let inventory = cubin::read(&artifact)?;
+    let verdict = judge_it(prepared, &inventory, &context.memo)?;
+    if !verdict.passed() {
+        return Err(refusal(prepared, &verdict));
+    }
+    let manifest = manifest(prepared, &key, &inventory, &verdict, &artifact, started, request)?;
+    let entry = store.publish(&key, &artifact, &manifest)?;
+    store.remember_closure(&prepared.request, &files)?;
+    Ok(entry)
+}
+
+/// The moment before the compilers start, by the clock of the build folder's file system.
+fn begin(dir: &Path) -> Result<fs::Metadata> {
+    let marker = dir.join("begun");
+    fs::write(&marker, "").map_err(|e| Error::io("write", &marker, e))?;
+    fs::metadata(&marker).map_err(|e| Error::io("look at", &marker, e))
+}
+
+/// An input that changed while it was compiled would be keyed by what it is now, not by what was read.
+fn unchanged_since(begun: &fs::Metadata, files: &[Located], plan: &Plan) -> Result<()> {
+    use std::os::unix::fs::MetadataExt;
+    let begun = (begun.ctime(), begun.ctime_nsec());
+    for file in files {
+        let Some(path) = plan.view.path_of(file) else { continue };
+        let meta = fs::metadata(&path).map_err(|e| Error::io("look at", &path, e))?;
+        if (meta.ctime(), meta.ctime_nsec()) >= begun {
+            return Err(Error::refused("an input changed while it was being compiled")
+                .because(format!("{} was touched after the compilers started", path.display()))
+                .hint("let the installation finish, then build again"));
+        }
+    }
+    Ok(())
+}
+
+/// Judges an artifact against the module's rules and the libraries that will own its symbols.
+fn judge_it(prepared: &Prepared, inventory: &cubin::Inventory, memo: &Memo) -> Result<Verdict> {
+    let Prepared { module, tvm_ffi, toolkit, host, target, sources, .. } = prepared;
+    let mut owners = Vec::new();
+    let mut own = |name: &str, path: &Path| -> Result<()> {
+        owners.push(Owner { name: name.to_owned(), linkage: cubin::linkage(path)? });
+        Ok(())
+    };
+    own(&toolkit.cudart_soname, &toolkit.cudart)?;
+    own("libtvm_ffi.so", &tvm_ffi.package.join("lib/libtvm_ffi.so"))?;
+    let needed = inventory.linkage.as_ref().map(|linkage| linkage.needed.clone()).unwrap_or_default();
+    for name in needed.iter().filter(|name| **name != toolkit.cudart_soname) {
+        // A NEEDED library that the host compiler cannot find owns nothing; its symbols then have no owner, and that is said.
+        if let Some(path) = toolchain::host_library(host, name, memo)? {
+            own(name, &path)?;
+        }
+    }
+    let exports = judge::exports_of(sources);
+    Ok(judge::judge(
+        inventory,
+        &Expectation {
+            target: *target,
+            exports: &exports,
+            marks_required: module.marks_required(),
+            launched_plainly: &module.launched_plainly,
+            owners: &owners,
+        },
+    ))
+}
+
+/// How many names of a fault are shown; the log has them all.
+const SHOWN_NAMES: usize = 3;
+
+fn refusal(prepared: &Prepared, verdict: &Verdict) -> Error {
+    let mut error = Error::refused(format!("the judge refused {} for {}", prepared.module.name, prepared.target));
+    for fault in &verdict.faults {
+        let more = fault.names.len().saturating_sub(SHOWN_NAMES);
+        let mut names = fault.names.iter().take(SHOWN_NAMES).cloned().collect::<Vec<_>>().join("\n");
+        if more > 0 {
+            names.push_str(&format!("\nand {more} more"));
+        }
+        let names = if names.is_empty() { names } else { format!("\n{names}") };
+        error = error.because(format!("{}: {}{names}", fault.code, fault.message));
+    }
+    error.hint("nothing was stored; an artifact like this would give wrong results without an error")
+}
+
+fn manifest(
+    prepared: &Prepared,
+    key: &Key,
+    inventory: &cubin::Inventory,
+    verdict: &Verdict,
+    artifact: &Path,
+    started: Instant,
+    request: &Request,
+) -> Result<Manifest> {
+    let bytes = fs::read(artifact).map_err(|e| Error::io("read", artifact, e))?;
+    let linkage = inventory.linkage.as_ref().expect("an artifact without linkage does not pass the judge");
+    let overlay = &prepared.overlay;
+    let by_path: BTreeMap<&str, &overlay::File> = overlay.files.iter().map(|file| (file.path.as_str(), file)).collect();
+    let edits = overlay.edits.iter().map(|edit| EditRecord {
+        id: edit.id.clone(),
+        path: edit.path.clone(),
+        reason: edit.reason.clone(),
+        sites: edit.sites,
+        pre: by_path.get(edit.path.as_str()).and_then(|file| file.pre),
+        post: by_path.get(edit.path.as_str()).map(|file| Digest::of(&file.post)),
+    });
+    let flags = prepared.plan.compile.first().cloned().unwrap_or_default();
+    Ok(Manifest {
+        format: MANIFEST_FORMAT,
+        key: key.clone(),
+        request: prepared.request.clone(),
+        module: prepared.module.name.clone(),
+        target: prepared.target.to_string(),
+        flashinfer: prepared.flashinfer.version.clone(),
+        tvm_ffi: prepared.tvm_ffi.version.clone(),
+        artifact: ArtifactRecord {
+            file: prepared.plan.artifact.clone(),
+            sha256: Digest::of(&bytes),
+            bytes: bytes.len() as u64,
+        },
+        nvcc: prepared.toolkit.full_version.clone(),
+        host_compiler: prepared.host.version.clone(),
+        flags,
+        edits: edits.collect(),
+        verdict: VerdictRecord {
+            verdict: verdict.word().to_owned(),
+            kernels: verdict.kernels,
+            hollow: verdict.hollow,
+            with_dependency_marks: verdict.with_dependency_marks,
+            need_no_marks: verdict.need_no_marks,
+            needed: linkage.needed.clone(),
+            exports: linkage.exports.iter().map(|s| s.name.clone()).filter(|n| n.starts_with("__tvm_ffi_")).collect(),
+            glibc_floor: linkage.glibc_floor.clone(),
+            libstdcxx_floor: linkage.libstdcxx_floor.clone(),
+        },
+        min_driver: prepared.min_driver.clone(),
+        created: jiff::Timestamp::now().to_string(),
+        fi_arch: env!("CARGO_PKG_VERSION").to_owned(),
+        elapsed_s: started.elapsed().as_secs_f64(),
+        test_only: request.gate_only,
+    })
+}
+
+/// Keeps the full output of a failed build under `home/logs` and names it in the error.
+fn keep_logs(error: Error, prepared: &Prepared, dir: &Path, home: &Path) -> Error {
+    let name = format!("{}-{}-{}.log", prepared.module.name, prepared.target, prepared.request.short());
+    let to = home.join("logs").join(name);
+    let mut text = String::new();
+    let jobs = prepared.plan.compile_jobs(&prepared.host).into_iter().chain([prepared.plan.link_job(&prepared.host)]);
+    for job in jobs {
+        let Ok(output) = fs::read(dir.join("logs").join(format!("{}.log", job.label))) else { continue };
+        text.push_str(&format!("$ {}\n{}\n", job.argv.join(" "), String::from_utf8_lossy(&output)));
+    }
+    text.push_str(&format!("{error}\n"));
+    let written = fs::create_dir_all(home.join("logs")).and_then(|()| fs::write(&to, text));
+    match written {
+        Ok(()) => error.hint(format!("the full log is in {}", to.display())),
+        // The disk may be full: the error itself matters more than its log.
+        Err(_) => error,
+    }
+}

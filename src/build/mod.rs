@@ -1,1 +1,21 @@
-//! (being built)
+//! From an overlay to an artifact: toolchain, provisioning, plan, compile scheduler.
+//!
+//! | file | what it does |
+//! | --- | --- |
+//! | `toolchain` | finds nvcc, its headers, libcudart and the host compiler; probes them before minutes are spent |
+//! | `provision` | fetches pinned wheels where the machine lacks something |
+//! | `plan` | overlay + recipe + toolchain → the exact commands and the request key; pure |
+//! | `view` | the folder that a build runs in: fixed relative names for everything, so that no path reaches the product |
+//! | `compile` | runs a plan: as many jobs as cores and memory allow, all ended on Ctrl-C |
+//! | `limits` | how many jobs the machine can carry |
+//! | `diagnose` | the first real error in a compiler's output, and what to do about it |
+//! | `closure` | what the compilers read, from their dependency files |
+
+pub mod closure;
+pub mod compile;
+pub mod diagnose;
+pub mod limits;
+pub mod plan;
+pub mod provision;
+pub mod toolchain;
+pub mod view;

@@ -1,12 +1,278 @@
-//! `fi-arch build`.
+//! `fi-arch build`: from what is installed, or from nothing, to a proven artifact.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use serde_json::json;
 
 use super::output::Output;
+use super::progress::Progress;
+use crate::build::compile;
+use crate::build::provision::Mode;
 use crate::error::{Error, Result};
 use crate::exit::Exit;
+use crate::overlay::Overlay;
+use crate::pipeline::{self, Built, Context, DryRun, Request};
+use crate::store::Manifest;
+use crate::{survey, target};
 
+/// Build a FlashInfer module for a GPU that this FlashInfer does not list, prove it, and store it
+///
+/// Uses the FlashInfer of the active environment and this machine's CUDA toolkit; whatever of the two is missing or unfit is
+/// fetched as pinned wheels into fi-arch's own folder. Run again, it answers from the store.
 #[derive(Debug, clap::Args)]
-pub struct Args {}
+pub struct Args {
+    /// The target: 120, 12.0, 12.0a, sm_120, compute_121a, or a list of them; left out, the GPUs of this machine
+    #[arg(long, value_name = "TARGETS")]
+    sm: Option<String>,
 
-pub fn run(_args: Args, _output: &Output) -> Result<Exit> {
-    Err(Error::new(Exit::Bug, "not here yet"))
+    /// The module to build
+    #[arg(long, default_value = "trtllm_comm", value_name = "NAME")]
+    module: String,
+
+    /// FlashInfer: a release such as 0.6.4, or a folder that holds one
+    #[arg(long, value_name = "VERSION|PATH")]
+    flashinfer: Option<String>,
+
+    /// The Python environment to build for: a venv, a conda prefix, a site-packages or dist-packages folder
+    #[arg(long, value_name = "DIR")]
+    env: Option<PathBuf>,
+
+    /// The CUDA toolkit to build with, and no other
+    #[arg(long, value_name = "DIR")]
+    toolkit: Option<PathBuf>,
+
+    /// Compile jobs at once [default: what cores and available memory allow]
+    #[arg(long, short, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    jobs: Option<u16>,
+
+    /// Never use the network: what is missing is an error
+    #[arg(long)]
+    offline: bool,
+
+    /// Say what would be done, and do nothing but fetch FlashInfer where it is missing
+    #[arg(long)]
+    dry_run: bool,
+
+    /// Print the edits as a unified diff with their reasons, and build nothing
+    #[arg(long, conflicts_with = "dry_run")]
+    show_edits: bool,
+
+    /// The gate edit alone, to show what a one-line edit gives; the judge refuses the result
+    #[arg(long, hide = true)]
+    gate_only: bool,
+}
+
+pub fn run(args: Args, output: &Output) -> Result<Exit> {
+    compile::cancel_on_signals();
+    let requests = requests(&args)?;
+    let context = Context::open()?;
+    if args.show_edits {
+        return show_edits(&requests[0], &context, output);
+    }
+    let mut results = Vec::new();
+    for request in &requests {
+        let started = Instant::now();
+        let mut progress = Progress::new(output);
+        if request.target.ptx {
+            progress.warn("+PTX is left out: fi-arch ships machine code alone, which is what it can prove");
+        }
+        let observe = &mut |event: pipeline::Event| progress.event(event);
+        let result = if args.dry_run {
+            let dry = pipeline::dry_run(request, &context, observe);
+            dry.map(|dry| (dry_json(&dry, request, started), dry_text(&dry, request)))
+        } else {
+            let built = pipeline::build(request, &context, observe);
+            built.map(|built| (built_json(&built, started), built_text(&built, started)))
+        };
+        progress.finish();
+        results.push(result?);
+    }
+    let (mut objects, texts): (Vec<_>, Vec<_>) = results.into_iter().unzip();
+    output.result(
+        || if objects.len() == 1 { objects.remove(0) } else { json!({ "verdict": objects[0]["verdict"], "builds": objects }) },
+        || texts.join("\n"),
+    );
+    Ok(Exit::Right)
+}
+
+fn requests(args: &Args) -> Result<Vec<Request>> {
+    let targets = match &args.sm {
+        Some(text) => target::parse_list(text)?,
+        // The edits are the same for every target, so showing them needs none.
+        None if args.show_edits => target::parse_list("120")?,
+        None => own_targets()?,
+    };
+    let request = |target| Request {
+        module: args.module.clone(),
+        target,
+        flashinfer: args.flashinfer.clone(),
+        env: args.env.clone(),
+        toolkit: args.toolkit.clone(),
+        jobs: args.jobs.map(usize::from),
+        mode: if args.offline { Mode::Offline } else { Mode::Online },
+        gate_only: args.gate_only,
+    };
+    Ok(targets.into_iter().map(request).collect())
+}
+
+fn own_targets() -> Result<Vec<target::Request>> {
+    let gpus = survey::gpus();
+    if gpus.is_empty() {
+        return Err(Error::usage("no target is named").because("--sm is missing, and no GPU is visible here").hint("for example `--sm 120`"));
+    }
+    target::parse_list(&gpus.iter().map(|gpu| gpu.sm.to_string()).collect::<Vec<_>>().join(" "))
+}
+
+fn show_edits(request: &Request, context: &Context, output: &Output) -> Result<Exit> {
+    let mut progress = Progress::new(output);
+    let edits = pipeline::edits(request, context, &mut |event| progress.event(event));
+    progress.finish();
+    let (flashinfer, overlay) = edits?;
+    output.result(
+        || json!({ "module": request.module, "flashinfer": flashinfer.version, "edits": ids(&overlay), "diff": overlay.diff() }),
+        || match overlay.edits.is_empty() {
+            true => nothing_to_patch(&flashinfer.version, &request.module),
+            false => overlay.diff(),
+        },
+    );
+    Ok(Exit::Right)
+}
+
+fn nothing_to_patch(version: &str, module: &str) -> String {
+    format!("nothing to patch: {module} of FlashInfer {version} is right as it is\n")
+}
+
+/// The ids of the defects that an overlay repairs, each once, in the order of the tables.
+fn ids(overlay: &Overlay) -> Vec<&str> {
+    let mut ids: Vec<&str> = Vec::new();
+    for edit in &overlay.edits {
+        if !ids.contains(&edit.id.as_str()) {
+            ids.push(&edit.id);
+        }
+    }
+    ids
+}
+
+/// Seconds to three places.
+fn seconds(started: Instant) -> f64 {
+    (started.elapsed().as_secs_f64() * 1000.0).round() / 1000.0
+}
+
+fn built_json(built: &Built, started: Instant) -> serde_json::Value {
+    let (prepared, manifest) = (&built.prepared, &built.entry.manifest);
+    json!({
+        "verdict": manifest.verdict.verdict,
+        "module": prepared.module.name,
+        "flashinfer": prepared.flashinfer.version,
+        "target": prepared.target.to_string(),
+        "key": built.entry.key.to_string(),
+        "artifact": built.entry.artifact,
+        "cache": if built.hit { "hit" } else { "miss" },
+        "kernels": manifest.verdict.kernels,
+        "hollow": manifest.verdict.hollow,
+        "with_dependency_marks": manifest.verdict.with_dependency_marks,
+        "need_no_marks": manifest.verdict.need_no_marks,
+        "edits": ids(&prepared.overlay),
+        "min_driver": prepared.min_driver,
+        "sha256": manifest.artifact.sha256,
+        "nvcc": prepared.toolkit.full_version,
+        "tvm_ffi": prepared.tvm_ffi.version,
+        "elapsed_s": seconds(started),
+    })
+}
+
+fn built_text(built: &Built, started: Instant) -> String {
+    let (prepared, manifest) = (&built.prepared, &built.entry.manifest);
+    let verdict = &manifest.verdict;
+    let version = &prepared.flashinfer.version;
+    let repaired = if prepared.overlay.edits.is_empty() {
+        "nothing: this release is right as it is".to_owned()
+    } else {
+        ids(&prepared.overlay).join(", ")
+    };
+    let how = if built.hit { "from the store" } else { "built" };
+    format!(
+        "{module} for {target}, FlashInfer {version}: {word}\n  artifact  {path} ({mb:.1} MB)\n  proven    {proven}\n  repaired  {repaired}\n  \
+         needs     {needs}\n  key       {key}, {how} in {elapsed} s\n",
+        module = prepared.module.name,
+        target = prepared.target,
+        word = verdict.verdict,
+        path = built.entry.artifact.display(),
+        mb = manifest.artifact.bytes as f64 / 1e6,
+        proven = proven(manifest),
+        needs = needs(manifest, prepared.min_driver.as_deref()),
+        key = built.entry.key.short(),
+        elapsed = seconds(started),
+    )
+}
+
+/// What the judge proved, in one line.
+fn proven(manifest: &Manifest) -> String {
+    let verdict = &manifest.verdict;
+    format!(
+        "{} kernels, {} hollow; {} with dependency marks, {} that need none; {} alone, no PTX; {} functions exported",
+        verdict.kernels,
+        verdict.hollow,
+        verdict.with_dependency_marks,
+        verdict.need_no_marks,
+        manifest.target,
+        verdict.exports.len(),
+    )
+}
+
+/// What the machine that loads the artifact must have, in one line.
+fn needs(manifest: &Manifest, min_driver: Option<&str>) -> String {
+    let verdict = &manifest.verdict;
+    let mut needs: Vec<String> = verdict.needed.iter().filter(|name| name.starts_with("libcudart")).cloned().collect();
+    needs.extend(min_driver.map(|driver| format!("driver {driver} or newer")));
+    needs.extend(verdict.glibc_floor.iter().map(|floor| format!("glibc {floor}")));
+    needs.extend(verdict.libstdcxx_floor.iter().map(|floor| format!("libstdc++ {floor}")));
+    needs.join(", ")
+}
+
+fn dry_json(dry: &DryRun, request: &Request, started: Instant) -> serde_json::Value {
+    let entry = dry.planned.as_ref().and_then(|planned| planned.entry.as_ref());
+    json!({
+        "verdict": entry.map(|entry| &entry.manifest.verdict.verdict),
+        "module": request.module,
+        "flashinfer": dry.flashinfer.version,
+        "target": dry.target.to_string(),
+        "key": entry.map(|entry| entry.key.to_string()),
+        "artifact": entry.map(|entry| &entry.artifact),
+        "cache": dry.planned.as_ref().map(|_| if entry.is_some() { "hit" } else { "miss" }),
+        "kernels": entry.map(|entry| entry.manifest.verdict.kernels),
+        "hollow": entry.map(|entry| entry.manifest.verdict.hollow),
+        "edits": ids(&dry.overlay),
+        "min_driver": dry.min_driver,
+        "would_fetch": dry.would_fetch,
+        "commands": dry.planned.as_ref().map(|planned| planned.plan.commands().collect::<Vec<_>>()),
+        "request": dry.planned.as_ref().map(|planned| planned.request.to_string()),
+        "elapsed_s": seconds(started),
+    })
+}
+
+fn dry_text(dry: &DryRun, request: &Request) -> String {
+    let version = &dry.flashinfer.version;
+    let mut text = format!("{} for {}, FlashInfer {version}: dry run\n", request.module, dry.target);
+    if dry.overlay.edits.is_empty() {
+        text.push_str(&format!("  {}", nothing_to_patch(version, &request.module)));
+    }
+    for edit in &dry.overlay.edits {
+        text.push_str(&format!("  edit      {} at {}:{} ({} sites): {}\n", edit.id, edit.path, edit.line, edit.sites, edit.reason));
+    }
+    for thing in &dry.would_fetch {
+        text.push_str(&format!("  fetch     {thing}\n"));
+    }
+    if let Some(planned) = &dry.planned {
+        for command in planned.plan.commands() {
+            text.push_str(&format!("  run       {}\n", command.join(" ")));
+        }
+        let answer = match &planned.entry {
+            Some(entry) => format!("a hit: {}", entry.artifact.display()),
+            None => "a miss: it would be compiled".to_owned(),
+        };
+        text.push_str(&format!("  store     {answer}\n"));
+    }
+    text
 }

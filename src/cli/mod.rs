@@ -4,6 +4,7 @@ mod build;
 mod cache;
 mod inspect;
 mod output;
+mod progress;
 
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;

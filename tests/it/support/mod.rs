@@ -1,3 +1,4 @@
-//! What tests stand on: real wheels, and fakes for faults.
+//! What tests stand on: real wheels, a sandbox for the binary, and fakes for faults.
 
+pub mod sandbox;
 pub mod wheels;

@@ -1,0 +1,183 @@
+//! What a build will do, exactly: the commands, with every path relative to the build folder. Pure: the same inputs give the
+//! same plan, and the plan holds nothing that differs between machines but [`View`], which never reaches a command.
+
+use std::path::{Path, PathBuf};
+
+use super::compile::Job;
+use super::toolchain::{HostCompiler, Toolkit, link_flags};
+use super::view::{CUDA, CUDA_INCLUDE, DATA, OVERLAY, TVM_FFI, View};
+use crate::error::{Error, Result};
+use crate::overlay::Overlay;
+use crate::survey::TvmFfi;
+use crate::tables::{Module, Recipe};
+use crate::target::Target;
+
+/// Stands for the host compiler's path wherever commands are shown, compared or put into a key.
+pub const HOST_COMPILER: &str = "@host";
+
+/// Everything that decides a plan.
+#[derive(Debug, Clone, Copy)]
+pub struct Inputs<'a> {
+    pub module: &'a Module,
+    pub recipe: &'a Recipe,
+    pub overlay: &'a Overlay,
+    /// The `flashinfer` folder to build from.
+    pub package: &'a Path,
+    pub tvm_ffi: &'a TvmFfi,
+    /// torch's `_GLIBCXX_USE_CXX11_ABI`.
+    pub cxx11_abi: bool,
+    pub toolkit: &'a Toolkit,
+    pub target: Target,
+}
+
+/// One translation unit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Source {
+    /// The name without folder and ending, such as `trtllm_allreduce`.
+    pub name: String,
+    /// Its path in the build folder: below `overlay` when it is edited, else below `data`.
+    pub path: String,
+}
+
+/// What a build will do.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    pub sources: Vec<Source>,
+    /// One nvcc command a source; `@host` stands for the host compiler.
+    pub compile: Vec<Vec<String>>,
+    /// The link command.
+    pub link: Vec<String>,
+    /// Include folders in search order, as names in the build folder.
+    pub include_dirs: Vec<String>,
+    /// The artifact's path in the build folder.
+    pub artifact: String,
+    pub view: View,
+}
+
+/// Makes the plan for `inputs`.
+pub fn plan(inputs: &Inputs) -> Result<Plan> {
+    let Inputs { module, recipe, overlay, package, toolkit, .. } = *inputs;
+    let mut links = vec![
+        (DATA, package.join("data")),
+        (TVM_FFI, inputs.tvm_ffi.package.clone()),
+        (CUDA, toolkit.root.clone()),
+    ];
+    if toolkit.include != toolkit.root.join("include") {
+        links.push((CUDA_INCLUDE, toolkit.include.clone()));
+    }
+    let view = View::new(links);
+
+    // The overlay comes first. Its headers name their neighbours as "../x.h", which resolves only through the folder that the
+    // originals lie in. `-isystem` keeps the silence that FlashInfer's own flags give to these headers.
+    let mut includes = vec![
+        ("-isystem".to_owned(), format!("{OVERLAY}/include")),
+        ("-isystem".to_owned(), format!("{DATA}/include/flashinfer/comm")),
+    ];
+    for include in &recipe.includes {
+        includes.push((include.flag.clone(), place(&include.dir, toolkit)?));
+    }
+
+    let mut flags = Vec::new();
+    for flag in recipe.cuda_flags.iter().filter(|flag| flag.applies_to(toolkit.version)) {
+        match flag.text() {
+            "{gencode}" => flags.push(inputs.target.gencode()),
+            "{abi}" => flags.push(format!("-D_GLIBCXX_USE_CXX11_ABI={}", u8::from(inputs.cxx11_abi))),
+            "{includes}" => flags.extend(includes.iter().flat_map(|(flag, dir)| match flag.as_str() {
+                "-I" => vec![format!("-I{dir}")],
+                _ => vec![flag.clone(), dir.clone()],
+            })),
+            text => flags.push(text.to_owned()),
+        }
+    }
+
+    let sources: Vec<Source> = module
+        .sources
+        .iter()
+        .map(|source| {
+            let edited = super::closure::overlay_file(overlay, source).is_some();
+            let name = Path::new(source).file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
+            Source { name, path: format!("{}/{source}", if edited { OVERLAY } else { DATA }) }
+        })
+        .collect();
+    if sources.is_empty() {
+        return Err(Error::unsupported(format!("module {} has no sources in the tables", module.name)));
+    }
+
+    let compile = sources.iter().map(|source| compile_command(source, &flags)).collect();
+    let artifact = format!("{}.so", module.name);
+    let mut link = vec![HOST_COMPILER.to_owned(), "-shared".to_owned()];
+    link.extend(sources.iter().map(|source| format!("obj/{}.o", source.name)));
+    link.extend(link_flags(toolkit, CUDA));
+    link.extend(["-o".to_owned(), artifact.clone()]);
+
+    // Compilers search all `-I` folders before all `-isystem` ones.
+    includes.sort_by_key(|(flag, _)| flag != "-I");
+    let include_dirs = includes.into_iter().map(|(_, dir)| dir).collect();
+    Ok(Plan { sources, compile, link, include_dirs, artifact, view })
+}
+
+/// `-ccbin` names one host compiler for nvcc and for the link; intermediate files keep fixed names, since nvcc's random ones
+/// end up in the object.
+fn compile_command(source: &Source, flags: &[String]) -> Vec<String> {
+    let Source { name, path } = source;
+    let mut argv: Vec<String> = ["cuda/bin/nvcc", "-ccbin", HOST_COMPILER, "--keep", "--keep-dir"].map(Into::into).to_vec();
+    argv.push(format!("keep/{name}"));
+    argv.extend(["--generate-dependencies-with-compile".to_owned(), "--dependency-output".to_owned(), depfile(name)]);
+    argv.extend(flags.iter().cloned());
+    argv.extend(["-c".to_owned(), path.clone(), "-o".to_owned(), format!("obj/{name}.o")]);
+    argv
+}
+
+fn depfile(name: &str) -> String {
+    format!("obj/{name}.d")
+}
+
+/// A folder of the tables (`@data/include`) as a name in the build folder.
+fn place(dir: &str, toolkit: &Toolkit) -> Result<String> {
+    let unknown = || Error::unsupported(format!("the tables name the folder {dir}, whose root fi-arch does not know"));
+    let (root, rest) = dir.strip_prefix('@').ok_or_else(unknown)?.split_once('/').ok_or_else(unknown)?;
+    match (root, rest.split_once('/').unwrap_or((rest, ""))) {
+        ("data", _) => Ok(format!("{DATA}/{rest}")),
+        ("tvm_ffi", _) => Ok(format!("{TVM_FFI}/{rest}")),
+        ("cuda", ("include", below)) if toolkit.include != toolkit.root.join("include") => {
+            Ok(if below.is_empty() { CUDA_INCLUDE.to_owned() } else { format!("{CUDA_INCLUDE}/{below}") })
+        }
+        ("cuda", _) => Ok(format!("{CUDA}/{rest}")),
+        _ => Err(unknown()),
+    }
+}
+
+impl Plan {
+    /// The compile jobs, with the host compiler's real command in place of `@host`.
+    pub fn compile_jobs(&self, host: &HostCompiler) -> Vec<Job> {
+        let jobs = self.sources.iter().zip(&self.compile).enumerate();
+        jobs.map(|(index, (source, argv))| Job {
+            label: source.name.clone(),
+            argv: with_host(argv, host),
+            keep: Some(PathBuf::from(format!("keep/{}", source.name))),
+            // The tables name the sources of a module longest first.
+            weight: u32::MAX - index as u32,
+        })
+        .collect()
+    }
+
+    /// The link job.
+    pub fn link_job(&self, host: &HostCompiler) -> Job {
+        Job { label: "link".into(), argv: with_host(&self.link, host), keep: None, weight: 0 }
+    }
+
+    /// The dependency files that the compile jobs write, in `dir`.
+    pub fn depfiles(&self, dir: &Path) -> Vec<PathBuf> {
+        self.sources.iter().map(|source| dir.join(depfile(&source.name))).collect()
+    }
+
+    /// Every command, for people and for a key: no path of this machine in it.
+    pub fn commands(&self) -> impl Iterator<Item = &Vec<String>> {
+        self.compile.iter().chain(std::iter::once(&self.link))
+    }
+}
+
+fn with_host(argv: &[String], host: &HostCompiler) -> Vec<String> {
+    let path = host.path.to_string_lossy();
+    argv.iter().map(|word| if word == HOST_COMPILER { path.clone().into_owned() } else { word.clone() }).collect()
+}

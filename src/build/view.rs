@@ -1,0 +1,74 @@
+//! The folder that a build runs in. Everything that a compiler reads has a fixed relative name in it, so that neither the
+//! product nor its dependency files know where anything lies: two machines with equal inputs write equal bytes.
+//!
+//! ```text
+//! <build folder>/
+//!   data, tvm_ffi, cuda, …   links to what is installed
+//!   overlay/                 the overlay's files, written out
+//!   obj/ keep/ tmp/ logs/    what the compilers write
+//! ```
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use super::closure::Located;
+use crate::error::{Error, Result};
+use crate::overlay::Overlay;
+
+/// The link called `data`: `flashinfer/data` of the FlashInfer to build from.
+pub const DATA: &str = "data";
+/// The link to the `tvm_ffi` package.
+pub const TVM_FFI: &str = "tvm_ffi";
+/// The link to the toolkit's root.
+pub const CUDA: &str = "cuda";
+/// The link to the toolkit's headers, where they are not in the root's `include` (conda).
+pub const CUDA_INCLUDE: &str = "cuda_include";
+/// The folder of the overlay's files.
+pub const OVERLAY: &str = "overlay";
+/// The root of everything outside: the host compiler's and the system's own headers, by absolute path.
+pub const HOST: &str = "host";
+
+/// What the names of a build folder stand for.
+#[derive(Debug, Clone)]
+pub struct View {
+    links: Vec<(&'static str, PathBuf)>,
+}
+
+impl View {
+    /// `links`: the name of each link and the folder it leads to.
+    pub fn new(links: Vec<(&'static str, PathBuf)>) -> Self {
+        Self { links }
+    }
+
+    /// Makes the folders and links of a build in `dir`, and writes the overlay's files.
+    pub fn lay_out(&self, dir: &Path, overlay: &Overlay) -> Result<()> {
+        for name in ["obj", "keep", "tmp", "logs", OVERLAY] {
+            let folder = dir.join(name);
+            fs::create_dir_all(&folder).map_err(|e| Error::io("create", &folder, e))?;
+        }
+        for (name, to) in &self.links {
+            let link = dir.join(name);
+            std::os::unix::fs::symlink(to, &link).map_err(|e| Error::io("create the link", &link, e))?;
+        }
+        overlay.write_to(&dir.join(OVERLAY))
+    }
+
+    /// Splits a name that a compiler wrote down into its root and the rest.
+    pub fn locate(&self, name: &str) -> Located {
+        let name = name.strip_prefix("./").unwrap_or(name);
+        if let Some((root, rest)) = name.split_once('/')
+            && (root == OVERLAY || self.links.iter().any(|(link, _)| *link == root))
+        {
+            return Located { root: root.to_owned(), path: rest.to_owned() };
+        }
+        Located { root: HOST.to_owned(), path: name.to_owned() }
+    }
+
+    /// Where a located file lies on this machine; None for the overlay's, which are on no disk outside a build.
+    pub fn path_of(&self, file: &Located) -> Option<PathBuf> {
+        if file.root == HOST {
+            return Some(PathBuf::from(&file.path));
+        }
+        self.links.iter().find(|(link, _)| *link == file.root).map(|(_, to)| to.join(&file.path))
+    }
+}
