@@ -228,7 +228,7 @@ fn describe(manifest: &Manifest, folder: &str) -> String {
     let Manifest { artifact, verdict, .. } = manifest;
     let mut text = format!("{}\n", manifest.key);
     let mut line = |name: &str, value: &str| {
-        text.push_str(&format!("  {name:<15} {value}\n"));
+        text.push_str(&format!("  {name:<15} {}\n", if value.is_empty() { "none" } else { value }));
     };
     line("module", &manifest.module);
     line("target", &manifest.target);

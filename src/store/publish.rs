@@ -21,7 +21,12 @@ impl Store {
         assert!(artifact.starts_with(self.root.join("staging")), "only what lies in a staging is published");
         assert_eq!((manifest.format, &manifest.key), (manifest::FORMAT, key), "a manifest speaks of its own entry");
         assert!(is_plain_name(&manifest.artifact.file), "an artifact has a plain file name");
-        let made = self.make(artifact, manifest).map_err(|e| e.within("the artifact was built, but cannot be kept"))?;
+        let made = artifact.with_file_name(format!("entry-{}", name_of_our_own()));
+        make(&made, artifact, manifest).map_err(|error| {
+            // A full disk needs the room now, not when the staging goes.
+            let _ = fs::remove_dir_all(&made);
+            error.within("the artifact was built, but cannot be kept")
+        })?;
         let place = self.artifact_dir(key);
         for _ in 0..3 {
             let Err(error) = fs::rename(&made, &place) else {
@@ -40,38 +45,12 @@ impl Store {
                 Err(_) => break,
             }
         }
-        let spare = self.root.join("spare").join(format!("{key}-{}", made_name()));
+        let spare = self.root.join("spare").join(format!("{key}-{}", name_of_our_own()));
         tracing::warn!("the entry of {} that another published cannot be used; ours stays in {}", key.short(), spare.display());
         let parent = self.root.join("spare");
         fs::create_dir_all(&parent).map_err(|e| Error::io("create", &parent, e))?;
         fs::rename(&made, &spare).map_err(|e| Error::io("publish", &spare, e))?;
         Ok(own(key, spare, manifest))
-    }
-
-    /// Makes the entry's folder beside the artifact, whole and on disk, and returns its path.
-    fn make(&self, artifact: &Path, manifest: &Manifest) -> Result<PathBuf> {
-        let record = &manifest.artifact;
-        let dir = artifact.with_file_name(format!("entry-{}", made_name()));
-        fs::create_dir(&dir).map_err(|e| Error::io("create", &dir, e))?;
-        let file = dir.join(&record.file);
-        fs::hard_link(artifact, &file)
-            .or_else(|_| fs::copy(artifact, &file).map(drop))
-            .map_err(|e| Error::io("write", &file, e))?;
-        seal(&file).map_err(|e| Error::io("write", &file, e))?;
-        let bytes = fs::metadata(&file).map_err(|e| Error::io("look at", &file, e))?.len();
-        if (Digest::of_file(&file)?, bytes) != (record.sha256, record.bytes) {
-            return Err(Error::refused(format!("{} has changed since it was judged", artifact.display()))
-                .hint("nothing was stored; build again, and look for what else writes into fi-arch's folder"));
-        }
-        let file = dir.join(manifest::FILE);
-        let mut text = serde_json::to_string_pretty(manifest).expect("a manifest is always JSON");
-        text.push('\n');
-        File::create_new(&file)
-            .and_then(|mut open| open.write_all(text.as_bytes()))
-            .and_then(|()| seal(&file))
-            .and_then(|()| sync_dir(&dir))
-            .map_err(|e| Error::io("write", &file, e))?;
-        Ok(dir)
     }
 
     /// Moves the broken entry of `key` out of the way, into the quarantine, and says so. Where another has put a sound
@@ -98,7 +77,8 @@ impl Store {
     }
 
     fn try_set_aside(&self, key: &Key, dir: &Path) -> Result<Option<PathBuf>> {
-        // Entries only become sound again after a move under this lock: what is broken now is broken when it moves.
+        // What is broken now is still broken when it moves: its name is free for a sound one only after a move, and moves
+        // need this lock. (But for an empty folder, which a rename replaces; no builder of ours leaves one.)
         let _alone = self.alone()?;
         let Err(Fault::Altered(_)) = Entry::check(dir, key, Digest::of_file) else { return Ok(None) };
         let parent = self.root.join("quarantine");
@@ -113,6 +93,28 @@ impl Store {
             return fs::rename(dir, &aside).map(|()| Some(aside)).map_err(|e| Error::io("move", dir, e));
         }
     }
+}
+
+/// Makes the folder `dir` an entry, whole and on disk.
+fn make(dir: &Path, artifact: &Path, manifest: &Manifest) -> Result<()> {
+    let record = &manifest.artifact;
+    fs::create_dir(dir).map_err(|e| Error::io("create", dir, e))?;
+    let file = dir.join(&record.file);
+    // A copy, not a link: nobody else has it open, and nothing that still happens in the staging can reach it.
+    fs::copy(artifact, &file).and_then(|_| seal(&file)).map_err(|e| Error::io("write", &file, e))?;
+    let bytes = fs::metadata(&file).map_err(|e| Error::io("look at", &file, e))?.len();
+    if (Digest::of_file(&file)?, bytes) != (record.sha256, record.bytes) {
+        return Err(Error::refused(format!("{} has changed since it was judged", artifact.display()))
+            .hint("nothing was stored; build again, and look for what else writes into fi-arch's folder"));
+    }
+    let file = dir.join(manifest::FILE);
+    let mut text = serde_json::to_string_pretty(manifest).expect("a manifest is always JSON");
+    text.push('\n');
+    File::create_new(&file)
+        .and_then(|mut open| open.write_all(text.as_bytes()))
+        .and_then(|()| seal(&file))
+        .and_then(|()| sync_dir(dir))
+        .map_err(|e| Error::io("write", &file, e))
 }
 
 fn own(key: &Key, dir: PathBuf, manifest: &Manifest) -> Entry {
@@ -139,6 +141,6 @@ fn sync_dir(dir: &Path) -> io::Result<()> {
     }
 }
 
-fn made_name() -> String {
+fn name_of_our_own() -> String {
     format!("{}-{}", std::process::id(), staging::unique())
 }
