@@ -144,3 +144,32 @@ fn sync_dir(dir: &Path) -> io::Result<()> {
 fn name_of_our_own() -> String {
     format!("{}-{}", std::process::id(), staging::unique())
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::super::KeyBuilder;
+    use super::*;
+
+    #[test]
+    fn an_entry_that_another_has_mended_meanwhile_is_not_moved_aside() {
+        let home = tempfile::tempdir().unwrap();
+        let store = Store::open(home.path()).unwrap();
+        let key = KeyBuilder::new("test").finish();
+        let manifest: Manifest = serde_json::from_value(json!({
+            "format": manifest::FORMAT, "key": key, "request": key, "module": "", "target": "", "flashinfer": "",
+            "tvm_ffi": "", "artifact": { "file": "a.so", "sha256": Digest::of(b"a"), "bytes": 1 }, "nvcc": "",
+            "host_compiler": "", "flags": [], "edits": [], "verdict": { "verdict": "pass", "kernels": 0, "hollow": 0,
+            "with_dependency_marks": 0, "need_no_marks": 0, "needed": [], "exports": [] }, "created": "", "fi_arch": "",
+            "elapsed_s": 0.0, "test_only": true
+        }))
+        .unwrap();
+        let staging = store.staging().unwrap();
+        let artifact = staging.path().join("a.so");
+        fs::write(&artifact, "a").unwrap();
+        let entry = store.publish(&key, &artifact, &manifest).unwrap();
+        assert!(store.set_aside(&key, "what was seen before"));
+        assert!(entry.artifact.is_file());
+    }
+}

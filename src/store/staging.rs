@@ -54,12 +54,7 @@ impl Store {
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
                 other => other.map_err(|e| Error::io("create", &lock_file, e))?,
             };
-            match locked.lock() {
-                Err(error) if !lock::knows_no_locks(&error) => return Err(Error::io("lock", &lock_file, error)),
-                _ => {}
-            }
-            // A sweep may have come between the making of the file and the lock on it.
-            if !lock::is_still(&lock_file, &locked) {
+            if !claim(&lock_file, &locked)? {
                 continue;
             }
             let dir = parent.join(name);
@@ -71,6 +66,14 @@ impl Store {
                 }
             };
         }
+    }
+}
+
+/// Locks the new lock file, and says whether it is still there: a sweep may have come between its making and the lock.
+fn claim(lock_file: &Path, made: &File) -> Result<bool> {
+    match made.lock() {
+        Err(error) if !lock::knows_no_locks(&error) => Err(Error::io("lock", lock_file, error)),
+        _ => Ok(lock::is_still(lock_file, made)),
     }
 }
 
@@ -135,6 +138,19 @@ mod tests {
         file.set_modified(std::time::SystemTime::now() - 2 * FOREIGN_IS_DEAD_AFTER).unwrap();
         store.staging().unwrap();
         assert!(!foreign.exists() && !lock_file.exists());
+    }
+
+    #[test]
+    fn a_sweep_between_the_making_of_a_lock_file_and_its_lock_is_noticed() {
+        let dir = tempfile::tempdir().unwrap();
+        let lock_file = dir.path().join(format!("{}-1-0.lock", boot()));
+        let made = File::create_new(&lock_file).unwrap();
+        sweep(dir.path());
+        assert!(!claim(&lock_file, &made).unwrap());
+        let made = File::create_new(&lock_file).unwrap();
+        assert!(claim(&lock_file, &made).unwrap());
+        sweep(dir.path());
+        assert!(lock_file.is_file());
     }
 
     #[test]
