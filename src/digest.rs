@@ -47,7 +47,7 @@ impl FromStr for Digest {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let wrong = || format!("`{text}` is no SHA-256 digest (64 hex digits)");
-        if text.len() != 64 || !text.is_ascii() {
+        if text.len() != 64 || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
             return Err(wrong());
         }
         let mut bytes = [0; 32];
@@ -82,6 +82,7 @@ mod tests {
         assert_eq!(digest.to_string(), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
         assert_eq!(digest.to_string().parse::<Digest>().unwrap(), digest);
         assert!("ba78".parse::<Digest>().is_err());
+        assert!("+f".repeat(32).parse::<Digest>().is_err());
         assert!("é".repeat(32).parse::<Digest>().is_err());
     }
 }

@@ -23,7 +23,7 @@ pub const CONDA_PREFIX: &str = "CONDA_PREFIX";
 pub const PATH: &str = "PATH";
 /// The host C++ compiler.
 pub const CXX: &str = "CXX";
-/// Disables colour when set to anything (https://no-color.org).
+/// Disables colour when set to anything (<https://no-color.org>).
 pub const NO_COLOR: &str = "NO_COLOR";
 
 /// The value of `name`; an empty one counts as unset, as shells mean it.

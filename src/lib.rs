@@ -5,7 +5,7 @@
 //!
 //! | part | what it is |
 //! | --- | --- |
-//! | [`exit`], [`error`], [`env`], [`digest`], [`memo`] | exit codes, the one error type, environment variables, SHA-256, remembered digests |
+//! | [`exit`], [`error`], [`mod@env`], [`digest`], [`memo`] | exit codes, the one error type, environment variables, SHA-256, remembered digests |
 //! | [`target`] | SM targets: parsing, family rules, what an nvcc can emit |
 //! | [`tables`] | `arch-tables/` read into types; look-up by digest and release |
 //! | [`survey`] | what is on this machine; knows nothing of gates |

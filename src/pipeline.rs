@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::judge::{self, Expectation, Owner, Verdict};
 use crate::memo::Memo;
 use crate::overlay::{self, Overlay};
-use crate::store::{ArtifactRecord, EditRecord, Entry, Key, KeyBuilder, MANIFEST_FORMAT, Manifest, Store, VerdictRecord};
+use crate::store::{self, ArtifactRecord, Closure, EditRecord, Entry, Key, KeyBuilder, MANIFEST_FORMAT, Manifest, Store, VerdictRecord};
 use crate::survey::{self, Environment, FlashInfer, TvmFfi};
 use crate::tables::{Module, Recipe, Tables};
 use crate::target::{self, CudaVersion, Target};
@@ -105,7 +105,7 @@ pub fn build(request: &Request, context: &Context, observe: Observer) -> Result<
     let started = Instant::now();
     let prepared = prepare(request, context, observe)?;
     let store = Store::open(&context.home)?;
-    if let Some(entry) = look_up(&prepared, &store, &context.memo)? {
+    if let Some(entry) = look_up(&prepared, &store, &context.memo) {
         context.memo.save();
         return Ok(Built { prepared, entry, hit: true });
     }
@@ -119,7 +119,7 @@ pub fn build(request: &Request, context: &Context, observe: Observer) -> Result<
         }
         compile::check_cancelled()
     })?;
-    if let Some(entry) = look_up(&prepared, &store, &context.memo)? {
+    if let Some(entry) = look_up(&prepared, &store, &context.memo) {
         context.memo.save();
         return Ok(Built { prepared, entry, hit: true });
     }
@@ -246,7 +246,7 @@ pub fn dry_run(request: &Request, context: &Context, observe: Observer) -> Resul
     }
     let prepared = prepare_on(ground, overlay, module, &offline, context, observe)?;
     let store = Store::open(&context.home)?;
-    let entry = look_up(&prepared, &store, &context.memo)?;
+    let entry = look_up(&prepared, &store, &context.memo);
     context.memo.save();
     let Prepared { flashinfer, overlay, plan, request, min_driver, .. } = prepared;
     Ok(DryRun { flashinfer, overlay, target, min_driver, planned: Some(Planned { plan, request, entry }), would_fetch })
@@ -443,19 +443,19 @@ fn artifact_key(prepared: &Prepared, files: &[Located], memo: &Memo) -> Result<K
 }
 
 /// The store's answer: an artifact whose every input has the same content today.
-fn look_up(prepared: &Prepared, store: &Store, memo: &Memo) -> Result<Option<Entry>> {
-    for files in store.closures(&prepared.request) {
+fn look_up(prepared: &Prepared, store: &Store, memo: &Memo) -> Option<Entry> {
+    for Closure { files } in store.closures(&prepared.request) {
         if let Some(shadow) = closure::shadow(&files, &prepared.plan.include_dirs, &prepared.plan.view, &prepared.overlay) {
             tracing::info!("a stored artifact does not fit any more: {shadow}");
             continue;
         }
         // A file that is gone belongs to another state of the machine: no hit, and no failure.
         let Ok(key) = artifact_key(prepared, &files, memo) else { continue };
-        if let Some(entry) = store.lookup(&key, memo)? {
-            return Ok(Some(entry));
+        if let Some(entry) = store.lookup(&key, memo) {
+            return Some(entry);
         }
     }
-    Ok(None)
+    None
 }
 
 /// Disk space (MiB) that a build's intermediate files may need for each source.
@@ -521,7 +521,7 @@ fn compile_and_publish(
     }
     let manifest = manifest(prepared, &key, &inventory, &verdict, &artifact, started, request)?;
     let entry = store.publish(&key, &artifact, &manifest)?;
-    store.remember_closure(&prepared.request, &files)?;
+    store.remember_closure(&prepared.request, &Closure { files })?;
     Ok(entry)
 }
 
@@ -619,8 +619,8 @@ fn manifest(
     let flags = prepared.plan.compile.first().cloned().unwrap_or_default();
     Ok(Manifest {
         format: MANIFEST_FORMAT,
-        key: key.clone(),
-        request: prepared.request.clone(),
+        key: *key,
+        request: prepared.request,
         module: prepared.module.name.clone(),
         target: prepared.target.to_string(),
         flashinfer: prepared.flashinfer.version.clone(),
@@ -646,7 +646,7 @@ fn manifest(
             libstdcxx_floor: linkage.libstdcxx_floor.clone(),
         },
         min_driver: prepared.min_driver.clone(),
-        created: jiff::Timestamp::now().to_string(),
+        created: store::timestamp(),
         fi_arch: env!("CARGO_PKG_VERSION").to_owned(),
         elapsed_s: started.elapsed().as_secs_f64(),
         test_only: request.gate_only,

@@ -3,4 +3,5 @@
 //! Tests that fetch wheels need the network (PyPI through pip) and fail without it; they never skip.
 
 mod build;
+mod store;
 mod support;

@@ -1,0 +1,136 @@
+//! The manifest: what an artifact is, how it came to be, and that the judge let it pass.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::key::Key;
+use crate::digest::Digest;
+
+/// The format of the manifests that this release writes, and the only one that it reads. See [the rule](super).
+pub const FORMAT: u32 = 1;
+
+/// The file name of the manifest in an entry's folder.
+pub const FILE: &str = "manifest.json";
+
+/// Stands beside every artifact. Fields that a newer release added are skipped on reading.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    pub format: u32,
+    /// The entry's own key: an entry that was moved to another name is not handed out.
+    pub key: Key,
+    /// The key of what was known before compiling; see [`Closure`](super::Closure).
+    pub request: Key,
+    pub module: String,
+    /// Such as `sm_120f`.
+    pub target: String,
+    /// The FlashInfer release that the sources came from.
+    pub flashinfer: String,
+    pub tvm_ffi: String,
+    pub artifact: ArtifactRecord,
+    /// The nvcc's own description of its version.
+    pub nvcc: String,
+    pub host_compiler: String,
+    pub flags: Vec<String>,
+    pub edits: Vec<EditRecord>,
+    pub verdict: VerdictRecord,
+    /// The oldest driver that can load the artifact, where it is known.
+    pub min_driver: Option<String>,
+    /// RFC 3339, UTC; see [`timestamp`].
+    pub created: String,
+    /// The release of fi-arch that built it.
+    pub fi_arch: String,
+    /// How long the build took, in seconds.
+    pub elapsed_s: f64,
+    /// Built by a test, from fakes: never to be installed.
+    pub test_only: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ArtifactRecord {
+    /// A plain file name beside the manifest.
+    pub file: String,
+    pub sha256: Digest,
+    pub bytes: u64,
+}
+
+/// One edit of the overlay that went into the artifact.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EditRecord {
+    pub id: String,
+    pub path: String,
+    pub reason: String,
+    /// How many places of the file it changed.
+    pub sites: usize,
+    /// The original's digest; none where the overlay added the file.
+    pub pre: Option<Digest>,
+    pub post: Digest,
+}
+
+/// What the judge saw in the artifact.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VerdictRecord {
+    /// `pass`; nothing else is ever stored.
+    pub verdict: String,
+    pub kernels: usize,
+    pub hollow: usize,
+    pub with_dependency_marks: usize,
+    pub need_no_marks: usize,
+    pub needed: Vec<String>,
+    pub exports: Vec<String>,
+    pub glibc_floor: Option<String>,
+    pub libstdcxx_floor: Option<String>,
+}
+
+/// The last field of a manifest on disk: the SHA-256 of the manifest without it.
+const CHECKSUM: &str = "checksum";
+
+/// The text of a manifest on disk: `manifest` (an object) under its checksum, so that a flipped bit is noticed as it is in
+/// the artifact.
+pub fn seal(mut manifest: Value) -> String {
+    let object = manifest.as_object_mut().expect("a manifest is an object");
+    object.shift_remove(CHECKSUM);
+    let checksum = Digest::of(pretty(&manifest).as_bytes());
+    manifest[CHECKSUM] = checksum.to_string().into();
+    format!("{}\n", pretty(&manifest))
+}
+
+/// The manifest in a sealed text, or what is wrong with it. Fields of newer releases are covered by the checksum too.
+pub fn unseal(text: &[u8]) -> Result<Manifest, String> {
+    let mut value: Value = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+    let said = value.as_object_mut().and_then(|object| object.shift_remove(CHECKSUM)).ok_or("it has no checksum")?;
+    let found = Digest::of(pretty(&value).as_bytes()).to_string();
+    if said != found {
+        return Err("it was altered: its checksum differs".into());
+    }
+    serde_json::from_value(value).map_err(|error| error.to_string())
+}
+
+fn pretty(value: &Value) -> String {
+    serde_json::to_string_pretty(value).expect("a value is always JSON")
+}
+
+/// The present moment as manifests write it: RFC 3339, UTC, in whole seconds.
+pub fn timestamp() -> String {
+    let seconds = jiff::Timestamp::now().as_second();
+    jiff::Timestamp::from_second(seconds).expect("a moment that was now is in range").to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sealed_manifest_shows_any_change() {
+        let text = seal(serde_json::json!({ "format": 1, "elapsed_s": 0.1 }));
+        assert_eq!(seal(serde_json::from_str(&text).unwrap()), text, "sealing again changes nothing");
+        assert!(unseal(text.replace("0.1", "0.2").as_bytes()).unwrap_err().contains("checksum"));
+        assert!(unseal(b"{}").unwrap_err().contains("checksum"));
+    }
+
+    #[test]
+    fn a_time_stamp_is_utc_in_whole_seconds() {
+        let text = timestamp();
+        assert_eq!(text.len(), "2026-01-02T03:04:05Z".len(), "{text}");
+        assert!(text.ends_with('Z') && text.parse::<jiff::Timestamp>().is_ok(), "{text}");
+    }
+}
