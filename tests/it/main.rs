@@ -2,4 +2,5 @@
 //!
 //! Tests that fetch wheels need the network (PyPI through pip) and fail without it; they never skip.
 
+mod overlay;
 mod support;
