@@ -1,1 +1,393 @@
-//! (being built)
+//! Sites and edits → the files as they should be. One overlay serves nvcc, Python and `install --in-place` alike.
+//!
+//! All the defects of a FlashInfer are cured, or none: a file that is not exactly what the tables describe is refused.
+
+mod diff;
+mod headers;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::ops::Range;
+use std::path::Path;
+use std::str::FromStr;
+
+use pep440_rs::Version;
+
+use crate::digest::Digest;
+use crate::error::{Error, Result};
+use crate::sites::{self, cuda, python};
+use crate::tables::{Anchor, Defect, FilePlace, Gate, Module, Place, Tables};
+
+/// The first release with the layout that fi-arch knows.
+const FIRST_VERSION: &str = "0.4.0";
+
+/// What must differ from an installed FlashInfer for one module. Empty where that FlashInfer is right as it is.
+#[derive(Debug, Clone)]
+pub struct Overlay {
+    /// Sorted by path.
+    pub files: Vec<File>,
+    pub edits: Vec<Edit>,
+    pub warnings: Vec<String>,
+    /// The version as installed.
+    pub release: String,
+    /// The module's files are those of a listed release, byte for byte.
+    pub listed: bool,
+}
+
+/// A file of the overlay.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct File {
+    /// Relative to the folder that holds `flashinfer/`.
+    pub path: String,
+    /// The digest of the installed file; `None` for a file that we add.
+    pub pre: Option<Digest>,
+    /// The installed file; empty for a file that we add.
+    pub original: Vec<u8>,
+    pub post: Vec<u8>,
+    /// The ids of the defects that are cured here.
+    pub edits: Vec<String>,
+}
+
+/// The cure of one defect in one file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Edit {
+    /// The id of the defect.
+    pub id: String,
+    pub path: String,
+    /// The line of the first site in the installed file, from 1.
+    pub line: usize,
+    /// How many sites of the file are edited.
+    pub sites: usize,
+    pub reason: String,
+}
+
+/// How to compute an overlay.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Options {
+    /// The gate's edit alone, which makes kernels that write nothing. For tests of what refuses them.
+    pub gate_only: bool,
+}
+
+/// A change of some bytes of a file.
+struct Change {
+    bytes: Range<usize>,
+    text: String,
+}
+
+/// An installed file and what is to be done to it.
+struct Work {
+    original: Vec<u8>,
+    changes: Vec<Change>,
+    edits: Vec<String>,
+}
+
+/// The overlay for `module` of the FlashInfer in `package` (…/flashinfer), which calls itself `version`.
+pub fn compute(package: &Path, module: &Module, version: &str, options: &Options) -> Result<Overlay> {
+    let tables = Tables::load();
+    check_layout(version)?;
+    let mut work = BTreeMap::new();
+    for path in &module.files {
+        let original = sites::read(&sites::file_in(package, path))?;
+        work.insert(path.clone(), Work { original, changes: Vec::new(), edits: Vec::new() });
+    }
+    check_not_ours(&work, version)?;
+
+    let digests = work.iter().map(|(path, file)| (path.clone(), Digest::of(&file.original))).collect();
+    let release = tables.release_by_digests(&digests, version);
+    let mut warnings = Vec::new();
+    match release {
+        Some(release) => {
+            for fault in tables.remaining(release) {
+                tracing::debug!("stays in FlashInfer {version}: {}: {}", fault.id, fault.text);
+            }
+        }
+        None => warnings.push(unlisted(&digests, module, version)),
+    }
+    if !tables.recipe_is_listed(package, version)? {
+        let recipe = &tables.recipe_for(package, version)?.id;
+        warnings.push(format!(
+            "unlisted: the compiler flags of FlashInfer {version} are not known; those of the nearest older release are used (recipe `{recipe}`)"
+        ));
+    }
+    if options.gate_only {
+        warnings.push("gate-only: the kernels behind the gate stay as they are, and write nothing on SM 12.x".to_owned());
+    }
+
+    let mut edits = Vec::new();
+    let mut added = BTreeMap::new();
+    for id in &module.defects {
+        let defect = tables.defect(id);
+        for place in &defect.places {
+            let edit = match place {
+                Place::Gate(place) => open_gate(defect, &place.gate, package, module, &mut work)?,
+                Place::File(_) if options.gate_only => None,
+                Place::File(place) => cure(defect, place, version, &mut work)?,
+            };
+            if let Some(edit) = edit {
+                for header in &defect.adds {
+                    added.entry(format!("flashinfer/data/include/{header}")).or_insert_with(Vec::new).push(id.clone());
+                }
+                edits.push(edit);
+            }
+        }
+    }
+
+    let mut files = Vec::new();
+    for (path, mut file) in work {
+        if !file.changes.is_empty() {
+            let post = apply(&file.original, &mut file.changes);
+            let pre = Some(Digest::of(&file.original));
+            files.push(File { path, pre, original: file.original, post, edits: file.edits });
+        }
+    }
+    for (path, mut edits) in added {
+        edits.dedup();
+        let installed = sites::file_in(package, &path);
+        if installed.exists() {
+            return Err(Error::unsupported(format!("{} is there already, and must not be", installed.display()))
+                .because("the overlay adds this file; what lies there was left by an earlier edit in place")
+                .hint("run `fi-arch uninstall`, or install that FlashInfer again"));
+        }
+        let header = path.strip_prefix("flashinfer/data/include/").expect("it was put there above");
+        let post = headers::text(header).as_bytes().to_vec();
+        files.push(File { path, pre: None, original: Vec::new(), post, edits });
+    }
+    files.sort_by(|a, b| a.path.cmp(&b.path));
+    Ok(Overlay { files, edits, warnings, release: version.to_owned(), listed: release.is_some() })
+}
+
+impl Overlay {
+    /// Nothing has to be changed: this FlashInfer is right as it is.
+    pub fn is_empty(&self) -> bool {
+        self.files.is_empty()
+    }
+
+    /// What is to be said of an overlay in one line.
+    pub fn summary(&self) -> String {
+        if self.is_empty() {
+            return format!("FlashInfer {}: nothing to patch", self.release);
+        }
+        let sites: usize = self.edits.iter().map(|edit| edit.sites).sum();
+        let mut ids: Vec<&str> = Vec::new();
+        for edit in &self.edits {
+            if !ids.contains(&edit.id.as_str()) {
+                ids.push(&edit.id);
+            }
+        }
+        format!("FlashInfer {}: {sites} sites in {} files ({})", self.release, self.files.len(), ids.join(", "))
+    }
+
+    /// Writes the CUDA files under `dir`, laid out as under `flashinfer/data`: `include/…`, `csrc/…`.
+    pub fn write_to(&self, dir: &Path) -> Result<()> {
+        for file in &self.files {
+            let Some(inside) = file.data_path() else { continue };
+            let path = dir.join(inside);
+            let folder = path.parent().expect("a file lies in a folder");
+            fs::create_dir_all(folder).map_err(|error| Error::io("create", folder, error))?;
+            fs::write(&path, &file.post).map_err(|error| Error::io("write", &path, error))?;
+        }
+        Ok(())
+    }
+
+    /// The whole overlay as a unified diff. Lines that start with `#` say why, before each file.
+    pub fn diff(&self) -> String {
+        diff::of(self)
+    }
+
+    /// What decides the overlay's effect, for a key: each file's path with the digest before and after. Sorted by path.
+    pub fn digest_fields(&self) -> Vec<(&str, Option<Digest>, Digest)> {
+        self.files.iter().map(|file| (file.path.as_str(), file.pre, Digest::of(&file.post))).collect()
+    }
+}
+
+impl File {
+    /// The path relative to `flashinfer/data`; `None` for a Python file.
+    pub fn data_path(&self) -> Option<&str> {
+        self.path.strip_prefix("flashinfer/data/")
+    }
+}
+
+fn check_layout(version: &str) -> Result<()> {
+    let first = Version::from_str(FIRST_VERSION).expect("it is a version");
+    match Version::from_str(version) {
+        // A release candidate of the first version has its layout.
+        Ok(version) if version.release() < first.release() => {
+            Err(Error::unsupported(format!("FlashInfer {version} has another layout (torch bindings)"))
+                .because(format!("fi-arch knows FlashInfer from {FIRST_VERSION} on"))
+                .hint("upgrade FlashInfer, or choose one with --flashinfer VERSION"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Refuses files that bear our own edits: they would have no known form.
+fn check_not_ours(work: &BTreeMap<String, Work>, version: &str) -> Result<()> {
+    // Every edited header of ours includes one of our own, by this folder.
+    let is_ours = |text: &[u8]| cuda::Source::new(text).has_word("fi_arch");
+    let ours = work.iter().find(|(path, file)| path.starts_with("flashinfer/data/") && is_ours(&file.original));
+    match ours {
+        Some((path, _)) => Err(Error::unsupported(format!("FlashInfer {version} bears fi-arch's edits already"))
+            .because(format!("{path} was edited in place, so the text that the edits look for is gone"))
+            .hint("run `fi-arch uninstall` for this environment (or install that FlashInfer again), then try again")),
+        None => Ok(()),
+    }
+}
+
+/// What to say of files that are no listed release's.
+fn unlisted(digests: &BTreeMap<String, Digest>, module: &Module, version: &str) -> String {
+    let tables = Tables::load();
+    match tables.release(version) {
+        None => format!(
+            "unlisted: FlashInfer {version} is not among the known releases ({}); every place was found exactly as in those",
+            tables.known_releases()
+        ),
+        Some(release) => {
+            let changed: Vec<&str> =
+                module.files.iter().filter(|path| digests.get(*path) != release.files.get(*path)).map(String::as_str).collect();
+            format!(
+                "unlisted: this FlashInfer {version} is not as released: {} differ; every place was found exactly",
+                changed.join(", ")
+            )
+        }
+    }
+}
+
+fn open_gate(
+    defect: &Defect,
+    gate: &Gate,
+    package: &Path,
+    module: &Module,
+    work: &mut BTreeMap<String, Work>,
+) -> Result<Option<Edit>> {
+    let path = &module.generator.file;
+    let file = work.get_mut(path).expect("a module's files hold its generator: the tables' own test");
+    let found = python::gate(&file.original, &module.generator.function, gate)
+        .map_err(|error| sites::at(&sites::file_in(package, path), error))?;
+    // FlashInfer takes an empty list for "all".
+    if found.majors.is_empty() || found.majors.contains(&gate.add) {
+        return Ok(None);
+    }
+    file.changes.push(Change { bytes: found.end_of_last..found.end_of_last, text: format!(", {}", gate.add) });
+    file.edits.push(defect.id.clone());
+    Ok(Some(edit(defect, path, found.site.line, 1)))
+}
+
+fn cure(defect: &Defect, place: &FilePlace, version: &str, work: &mut BTreeMap<String, Work>) -> Result<Option<Edit>> {
+    let file = work.get_mut(&place.file).expect("a module's files hold its defects' places: the overlay's own test");
+    let Work { original, changes, edits } = file;
+    let source = cuda::Source::new(original);
+    let misfits: Vec<_> = place.forms.iter().map(|form| source.mismatches(form)).collect();
+    let mut fitting = place.forms.iter().zip(&misfits).filter(|(_, misfit)| misfit.is_empty()).map(|(form, _)| form);
+    let (Some(form), None) = (fitting.next(), fitting.next()) else {
+        return Err(no_form(defect, place, version, &misfits));
+    };
+    let before = changes.len();
+    let mut line = usize::MAX;
+    for anchor in &form.edits {
+        for site in source.find(anchor) {
+            line = line.min(site.line);
+            changes.push(change(anchor, &site.bytes, original));
+        }
+    }
+    let sites = changes.len() - before;
+    if sites == 0 {
+        return Ok(None);
+    }
+    edits.push(defect.id.clone());
+    Ok(Some(edit(defect, &place.file, line, sites)))
+}
+
+fn edit(defect: &Defect, path: &str, line: usize, sites: usize) -> Edit {
+    Edit {
+        id: defect.id.clone(),
+        path: path.to_owned(),
+        line,
+        sites,
+        reason: format!("{} ({}): {}", defect.cure, defect.upstream, defect.causes),
+    }
+}
+
+fn change(anchor: &Anchor, bytes: &Range<usize>, original: &[u8]) -> Change {
+    let found = String::from_utf8_lossy(&original[bytes.clone()]);
+    let fill = |text: &String| text.replace('$', &found);
+    match (&anchor.replace, &anchor.before, &anchor.after) {
+        (Some(text), None, None) => Change { bytes: bytes.clone(), text: fill(text) },
+        (None, Some(text), None) => Change { bytes: bytes.start..bytes.start, text: fill(text) },
+        (None, None, Some(text)) => Change { bytes: bytes.end..bytes.end, text: fill(text) },
+        _ => unreachable!("the tables' own test admits one of the three"),
+    }
+}
+
+/// The error for a file of which no form is known: it names what was expected of the form that comes nearest.
+fn no_form(defect: &Defect, place: &FilePlace, version: &str, misfits: &[Vec<cuda::Mismatch>]) -> Error {
+    let what = format!("FlashInfer {version}: {} is no file in which fi-arch can cure `{}`", place.file, defect.id);
+    let mut error = Error::unsupported(what);
+    let distance = |misfit: &Vec<cuda::Mismatch>| misfit.iter().map(|m| m.expected.abs_diff(m.found)).sum::<usize>();
+    let nearest = place.forms.iter().zip(misfits).min_by_key(|(_, misfit)| distance(misfit));
+    match nearest {
+        Some((form, misfit)) if !misfit.is_empty() => {
+            for cuda::Mismatch { find, place, expected, found } in misfit {
+                error = error.because(format!("expected {expected} × `{find}`{place}, found {found} (as for: {})", form.name));
+            }
+        }
+        _ => error = error.because("it fits several known forms at once"),
+    }
+    error
+        .because("a half patch is worse than none, so nothing was changed")
+        .hint("if the file was edited by hand, install that FlashInfer again; else use a listed release")
+        .hint(format!("listed: {}", Tables::load().known_releases()))
+}
+
+/// Applies changes of which none overlaps another; several at one place keep their order.
+fn apply(original: &[u8], changes: &mut [Change]) -> Vec<u8> {
+    changes.sort_by_key(|change| (change.bytes.start, change.bytes.end));
+    let mut post = Vec::with_capacity(original.len() + 1024);
+    let mut done = 0;
+    for change in changes {
+        assert!(change.bytes.start >= done, "the tables describe two edits of the same text");
+        post.extend_from_slice(&original[done..change.bytes.start]);
+        post.extend_from_slice(change.text.as_bytes());
+        done = change.bytes.end;
+    }
+    post.extend_from_slice(&original[done..]);
+    post
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn changes_at_one_place_keep_their_order() {
+        let change = |bytes: Range<usize>, text: &str| Change { bytes, text: text.to_owned() };
+        let mut changes = [change(3..4, "D"), change(1..1, "1"), change(1..1, "2"), change(0..1, "A")];
+        assert_eq!(apply(b"abcd", &mut changes), b"A12bcD");
+    }
+
+    #[test]
+    fn every_place_and_header_of_the_tables_is_known() {
+        let tables = Tables::load();
+        for module in &tables.modules {
+            for defect in module.defects.iter().map(|id| tables.defect(id)) {
+                for place in &defect.places {
+                    if let Place::File(place) = place {
+                        assert!(module.files.contains(&place.file), "{}: {}", defect.id, place.file);
+                    }
+                }
+                defect.adds.iter().for_each(|header| assert!(!headers::text(header).is_empty()));
+            }
+        }
+    }
+
+    #[test]
+    fn a_release_with_torch_bindings_is_refused() {
+        for version in ["0.2.14", "0.3.1", "0.3.1.post1"] {
+            let error = check_layout(version).unwrap_err();
+            assert_eq!(error.exit() as u8, 4);
+            assert!(error.what().contains("another layout (torch bindings)"), "{error}");
+        }
+        for version in ["0.4.0", "0.4.0rc1", "0.6.16.post4", "1.0", "0.6.4+cu130", "nightly"] {
+            assert!(check_layout(version).is_ok(), "{version}");
+        }
+    }
+}

@@ -1,1 +1,83 @@
-//! (being built)
+//! Finds gates and defects in FlashInfer's files. Changes nothing.
+
+pub mod cuda;
+pub mod python;
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Result};
+use crate::tables::{self, Module, Place, Tables};
+
+/// A place in a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Site {
+    pub bytes: Range<usize>,
+    /// Counted from 1.
+    pub line: usize,
+}
+
+/// The gate of a module as it stands in an installed FlashInfer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GateState {
+    pub path: PathBuf,
+    pub line: usize,
+    /// The majors that are let in; `None` where the generator asks for none, and all are.
+    pub majors: Option<Vec<u32>>,
+}
+
+impl GateState {
+    /// Whether GPUs of this major version (12 for SM 12.0) are let in.
+    pub fn open_for(&self, major: u32) -> bool {
+        // FlashInfer takes an empty list for "all".
+        self.majors.as_ref().is_none_or(|majors| majors.is_empty() || majors.contains(&major))
+    }
+}
+
+/// The state of `module`'s gate in the FlashInfer in `package` (…/flashinfer).
+pub fn gate(package: &Path, module: &Module) -> Result<GateState> {
+    let path = file_in(package, &module.generator.file);
+    let source = read(&path)?;
+    let (line, majors) = match gate_of(module) {
+        Some(gate) => {
+            let found = python::gate(&source, &module.generator.function, gate).map_err(|error| at(&path, error))?;
+            (found.site.line, Some(found.majors))
+        }
+        None => (python::function_line(&source, &module.generator.function).map_err(|error| at(&path, error))?, None),
+    };
+    Ok(GateState { path, line, majors })
+}
+
+/// The gate that the tables know for a module; `None` where its generator has none.
+pub fn gate_of(module: &Module) -> Option<&'static tables::Gate> {
+    let tables = Tables::load();
+    module.defects.iter().flat_map(|id| &tables.defect(id).places).find_map(|place| match place {
+        Place::Gate(place) => Some(&place.gate),
+        Place::File(_) => None,
+    })
+}
+
+/// Where `path` (of the tables: `flashinfer/…`) lies in the FlashInfer in `package`.
+pub fn file_in(package: &Path, path: &str) -> PathBuf {
+    package.join(path.strip_prefix("flashinfer/").expect("paths of the tables start so"))
+}
+
+pub(crate) fn read(path: &Path) -> Result<Vec<u8>> {
+    std::fs::read(path).map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => Error::unsupported(format!("this FlashInfer has no {}", path.display()))
+            .because("fi-arch knows releases from 0.4.0 on; older ones have another layout (torch bindings)")
+            .hint("if the installation is damaged, install FlashInfer again"),
+        _ => Error::io("read", path, error),
+    })
+}
+
+pub(crate) fn at(path: &Path, error: python::NotFound) -> Error {
+    Error::unsupported(format!("{}: {error}", path.display())).hint(
+        "if the file was edited by hand, install that FlashInfer again; else this release is one that fi-arch does not know",
+    )
+}
+
+/// The line of a byte, counted from 1.
+fn line_of(source: &[u8], byte: usize) -> usize {
+    source[..byte].iter().filter(|b| **b == b'\n').count() + 1
+}

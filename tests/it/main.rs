@@ -4,4 +4,5 @@
 
 mod build;
 mod store;
+mod overlay;
 mod support;

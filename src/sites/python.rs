@@ -1,0 +1,196 @@
+//! Finds a gate in Python, by syntax tree: in its function, in its call, in its keyword. Comments, spaces and line
+//! breaks don't matter; the same list in another function is not the gate.
+
+use std::fmt;
+
+use tree_sitter::{Node, Parser, Tree};
+
+use super::Site;
+use crate::tables;
+
+/// A list of major versions in a generator.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Gate {
+    /// The list, with its brackets.
+    pub site: Site,
+    pub majors: Vec<u32>,
+    /// Where a further major goes: behind the last one, before whatever follows it (a comma, a comment).
+    pub end_of_last: usize,
+}
+
+/// Why there is no gate where one must be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum NotFound {
+    /// The file, or the function, is not valid Python.
+    Syntax,
+    /// How many definitions of the function there are, where one must be.
+    Function { name: String, found: usize },
+    /// How many calls with the keyword there are in the function, where one must be.
+    Call { function: String, call: String, keyword: String, found: usize },
+    /// The keyword's value is no list of plain integers.
+    Value { keyword: String, line: usize },
+}
+
+impl fmt::Display for NotFound {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Syntax => write!(f, "this is not valid Python"),
+            Self::Function { name, found } => write!(f, "expected 1 function `{name}`, found {found}"),
+            Self::Call { function, call, keyword, found } => {
+                write!(f, "expected 1 call of `{call}` with `{keyword}` in `{function}`, found {found}")
+            }
+            Self::Value { keyword, line } => {
+                write!(f, "line {line}: expected a list of integers for `{keyword}`, found something else")
+            }
+        }
+    }
+}
+
+/// The one gate of `function`.
+pub fn gate(source: &[u8], function: &str, gate: &tables::Gate) -> Result<Gate, NotFound> {
+    let tree = parse(source)?;
+    let body = the_function(&tree, source, function)?;
+    let mut values = Vec::new();
+    visit(body, &mut |node| {
+        if node.kind() == "call" && called(node, source) == Some(gate.call.as_bytes()) {
+            values.extend(keyword_value(node, source, &gate.keyword));
+        }
+    });
+    let [value] = values[..] else {
+        return Err(NotFound::Call {
+            function: function.to_owned(),
+            call: gate.call.clone(),
+            keyword: gate.keyword.clone(),
+            found: values.len(),
+        });
+    };
+    let line = value.start_position().row + 1;
+    let wrong = || NotFound::Value { keyword: gate.keyword.clone(), line };
+    if value.kind() != "list" {
+        return Err(wrong());
+    }
+    let mut majors = Vec::new();
+    let mut end_of_last = value.start_byte() + 1;
+    let mut cursor = value.walk();
+    for element in value.named_children(&mut cursor).filter(|node| node.kind() != "comment") {
+        let major = (element.kind() == "integer").then(|| text(element, source)).and_then(|digits| {
+            let digits = std::str::from_utf8(digits).ok()?;
+            digits.parse().ok()
+        });
+        majors.push(major.ok_or_else(wrong)?);
+        end_of_last = element.end_byte();
+    }
+    Ok(Gate { site: Site { bytes: value.byte_range(), line }, majors, end_of_last })
+}
+
+/// The line (from 1) on which the one definition of `function` starts.
+pub fn function_line(source: &[u8], function: &str) -> Result<usize, NotFound> {
+    let tree = parse(source)?;
+    Ok(the_function(&tree, source, function)?.start_position().row + 1)
+}
+
+fn parse(source: &[u8]) -> Result<Tree, NotFound> {
+    let mut parser = Parser::new();
+    parser.set_language(&tree_sitter_python::LANGUAGE.into()).expect("the grammar fits the parser's version");
+    parser.parse(source, None).ok_or(NotFound::Syntax)
+}
+
+fn the_function<'t>(tree: &'t Tree, source: &[u8], name: &str) -> Result<Node<'t>, NotFound> {
+    let mut functions = Vec::new();
+    visit(tree.root_node(), &mut |node| {
+        if node.kind() == "function_definition"
+            && node.child_by_field_name("name").is_some_and(|n| text(n, source) == name.as_bytes())
+        {
+            functions.push(node);
+        }
+    });
+    match functions[..] {
+        [function] if function.has_error() => Err(NotFound::Syntax),
+        [function] => Ok(function),
+        _ if tree.root_node().has_error() => Err(NotFound::Syntax),
+        _ => Err(NotFound::Function { name: name.to_owned(), found: functions.len() }),
+    }
+}
+
+fn visit<'t>(node: Node<'t>, look: &mut impl FnMut(Node<'t>)) {
+    look(node);
+    let mut cursor = node.walk();
+    for child in node.named_children(&mut cursor) {
+        visit(child, look);
+    }
+}
+
+/// The name behind the last dot of what a call calls.
+fn called<'s>(call: Node<'_>, source: &'s [u8]) -> Option<&'s [u8]> {
+    let function = call.child_by_field_name("function")?;
+    let name = if function.kind() == "attribute" { function.child_by_field_name("attribute")? } else { function };
+    Some(text(name, source))
+}
+
+fn keyword_value<'t>(call: Node<'t>, source: &[u8], keyword: &str) -> Option<Node<'t>> {
+    let arguments = call.child_by_field_name("arguments")?;
+    let mut cursor = arguments.walk();
+    arguments
+        .named_children(&mut cursor)
+        .filter(|node| node.kind() == "keyword_argument")
+        .find(|node| node.child_by_field_name("name").is_some_and(|name| text(name, source) == keyword.as_bytes()))?
+        .child_by_field_name("value")
+}
+
+fn text<'s>(node: Node<'_>, source: &'s [u8]) -> &'s [u8] {
+    &source[node.byte_range()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn find(source: &str) -> Result<Vec<u32>, NotFound> {
+        let row = tables::Gate { call: "flags".to_owned(), keyword: "majors".to_owned(), add: 12 };
+        gate(source.as_bytes(), "gen", &row).map(|gate| gate.majors)
+    }
+
+    #[test]
+    fn a_gate_is_found_however_it_is_written() {
+        assert_eq!(find("def gen():\n    return ctx.flags(majors=[9, 10])\n"), Ok(vec![9, 10]));
+        assert_eq!(
+            find("@cache\ndef gen(a=1) -> X:\n  f = flags(\n   majors = [  # why\n 9,\n 10,  # not 12\n ],\n )\n"),
+            Ok(vec![9, 10])
+        );
+        assert_eq!(find("def gen():\n    f = [x for x in a.b.flags(1, majors=[])] + ['-x']\n"), Ok(vec![]));
+    }
+
+    #[test]
+    fn the_list_of_another_function_is_not_the_gate() {
+        let source = "def other():\n    return c.flags(majors=[9])\n\ndef gen():\n    return c.flags(majors=[10])\n";
+        assert_eq!(find(source), Ok(vec![10]));
+        // Nor is text in a comment or a string.
+        let source = "def gen():\n    # c.flags(majors=[8])\n    '''c.flags(majors=[7])'''\n    return c.flags(majors=[10])\n";
+        assert_eq!(find(source), Ok(vec![10]));
+    }
+
+    #[test]
+    fn anything_but_exactly_one_plain_list_is_refused() {
+        let found = |result: Result<_, NotFound>| match result.unwrap_err() {
+            NotFound::Call { found, .. } | NotFound::Function { found, .. } => found,
+            other => panic!("{other}"),
+        };
+        assert_eq!(found(find("def gen():\n    return c.flags()\n")), 0);
+        assert_eq!(found(find("def gen():\n    return c.flags(majors=[9]) + c.flags(majors=[9])\n")), 2);
+        assert_eq!(found(find("def gen2():\n    return c.flags(majors=[9])\n")), 0);
+        assert_eq!(found(find("def gen():\n    pass\ndef gen():\n    return c.flags(majors=[9])\n")), 2);
+        for value in ["MAJORS", "[9, X]", "[9] + [10]", "(9, 10)", "[*A]", "[9.0]", "[-1]"] {
+            let result = find(&format!("def gen():\n    return c.flags(majors={value})\n"));
+            assert!(matches!(result, Err(NotFound::Value { line: 2, .. })), "{value}: {result:?}");
+        }
+        assert_eq!(find("def gen():\n    return c.flags(majors=[9,\n"), Err(NotFound::Syntax));
+    }
+
+    #[test]
+    fn a_further_major_goes_behind_the_last_one() {
+        let row = tables::Gate { call: "flags".to_owned(), keyword: "majors".to_owned(), add: 12 };
+        let source = "def gen():\n    c.flags(majors=[\n9,  # a\n10,  # b\n])\n";
+        let end = gate(source.as_bytes(), "gen", &row).unwrap().end_of_last;
+        assert_eq!(&source[end - 2..end + 6], "10,  # b");
+    }
+}
