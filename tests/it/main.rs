@@ -3,3 +3,4 @@
 //! Tests that fetch wheels need the network (PyPI through pip) and fail without it; they never skip.
 
 mod support;
+mod survey;
