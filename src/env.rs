@@ -31,6 +31,12 @@ pub const PATH: &str = "PATH";
 pub const CXX: &str = "CXX";
 /// The host compiler that nvcc takes without `-ccbin`; distributions whose default compiler is too new for CUDA set it.
 pub const NVCC_CCBIN: &str = "NVCC_CCBIN";
+/// Flags that nvcc adds to every command line by itself. We take them away: no plan knows of them.
+pub const NVCC_FLAGS: [&str; 2] = ["NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"];
+/// Where a GCC driver looks for the programs it runs.
+pub const COMPILER_PATH: &str = "COMPILER_PATH";
+/// The other place where a GCC driver looks for the programs it runs.
+pub const GCC_EXEC_PREFIX: &str = "GCC_EXEC_PREFIX";
 /// Disables colour when set to anything (https://no-color.org).
 pub const NO_COLOR: &str = "NO_COLOR";
 
