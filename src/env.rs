@@ -19,11 +19,26 @@ pub const CUDA_PATH: &str = "CUDA_PATH";
 pub const VIRTUAL_ENV: &str = "VIRTUAL_ENV";
 /// The active conda environment.
 pub const CONDA_PREFIX: &str = "CONDA_PREFIX";
+/// Where pyenv keeps its Pythons and the name of the global one.
+pub const PYENV_ROOT: &str = "PYENV_ROOT";
+/// Python's folder for a user's own packages, `~/.local` without it.
+pub const PYTHONUSERBASE: &str = "PYTHONUSERBASE";
+/// Hides a user's own packages from Python when set to anything.
+pub const PYTHONNOUSERSITE: &str = "PYTHONNOUSERSITE";
 /// Where programs are looked for.
 pub const PATH: &str = "PATH";
 /// The host C++ compiler.
 pub const CXX: &str = "CXX";
 /// Disables colour when set to anything (<https://no-color.org>).
+/// The host compiler that nvcc takes without `-ccbin`; distributions whose default compiler is too new for CUDA set it.
+pub const NVCC_CCBIN: &str = "NVCC_CCBIN";
+/// Flags that nvcc adds to every command line by itself. We take them away: no plan knows of them.
+pub const NVCC_FLAGS: [&str; 2] = ["NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"];
+/// Where a GCC driver looks for the programs it runs.
+pub const COMPILER_PATH: &str = "COMPILER_PATH";
+/// The other place where a GCC driver looks for the programs it runs.
+pub const GCC_EXEC_PREFIX: &str = "GCC_EXEC_PREFIX";
+/// Disables colour when set to anything (https://no-color.org).
 pub const NO_COLOR: &str = "NO_COLOR";
 
 /// The value of `name`; an empty one counts as unset, as shells mean it.

@@ -19,3 +19,6 @@ pub mod plan;
 pub mod provision;
 pub mod toolchain;
 pub mod view;
+//! (being built)
+
+pub mod toolchain;

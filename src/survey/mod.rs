@@ -1,1 +1,13 @@
-//! (being built)
+//! What is on this machine: Python environments, the packages in them, GPUs. Read-only, and knows nothing of gates.
+//!
+//! It reads metadata files. An interpreter is started only where an environment's layout cannot be read from files
+//! (a shim of a version manager), and what it said is remembered. Nothing here imports a package.
+
+mod environment;
+mod gpus;
+mod packages;
+pub(crate) mod process;
+
+pub use environment::{Environment, environment};
+pub use gpus::{Gpu, gpus};
+pub use packages::{FlashInfer, Torch, TvmFfi, flashinfer, flashinfer_at, torch, tvm_ffi};

@@ -6,3 +6,5 @@ mod build;
 mod store;
 mod overlay;
 mod support;
+mod survey;
+mod toolchain;
