@@ -29,7 +29,6 @@ pub const PYTHONNOUSERSITE: &str = "PYTHONNOUSERSITE";
 pub const PATH: &str = "PATH";
 /// The host C++ compiler.
 pub const CXX: &str = "CXX";
-/// Disables colour when set to anything (<https://no-color.org>).
 /// The host compiler that nvcc takes without `-ccbin`; distributions whose default compiler is too new for CUDA set it.
 pub const NVCC_CCBIN: &str = "NVCC_CCBIN";
 /// Flags that nvcc adds to every command line by itself. We take them away: no plan knows of them.
@@ -38,7 +37,7 @@ pub const NVCC_FLAGS: [&str; 2] = ["NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"];
 pub const COMPILER_PATH: &str = "COMPILER_PATH";
 /// The other place where a GCC driver looks for the programs it runs.
 pub const GCC_EXEC_PREFIX: &str = "GCC_EXEC_PREFIX";
-/// Disables colour when set to anything (https://no-color.org).
+/// Disables colour when set to anything (<https://no-color.org>).
 pub const NO_COLOR: &str = "NO_COLOR";
 
 /// The value of `name`; an empty one counts as unset, as shells mean it.

@@ -50,7 +50,9 @@ impl Error {
     pub fn io(doing: &str, path: &Path, source: std::io::Error) -> Self {
         let err = Self::machine(format!("cannot {doing} {}", path.display()));
         let hint = match source.kind() {
-            std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => Some("free some disk space, or set FI_ARCH_HOME to a folder on another disk"),
+            std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {
+                Some("free some disk space, or set FI_ARCH_HOME to a folder on another disk")
+            }
             std::io::ErrorKind::ReadOnlyFilesystem => Some("set FI_ARCH_HOME to a folder that can be written"),
             std::io::ErrorKind::PermissionDenied => {
                 Some("run as a user who may do that, or set FI_ARCH_HOME to a folder of your own")

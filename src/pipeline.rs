@@ -1,6 +1,6 @@
 //! The one place that knows build, judge and store: survey, plan, look up, lock, compile, judge, publish.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -20,9 +20,11 @@ use crate::error::{Error, Result};
 use crate::judge::{self, Expectation, Owner, Verdict};
 use crate::memo::Memo;
 use crate::overlay::{self, Overlay};
-use crate::store::{self, ArtifactRecord, Closure, EditRecord, Entry, Key, KeyBuilder, MANIFEST_FORMAT, Manifest, Store, VerdictRecord};
+use crate::store::{
+    self, ArtifactRecord, Closure, EditRecord, Entry, Key, KeyBuilder, MANIFEST_FORMAT, Manifest, Store, VerdictRecord,
+};
 use crate::survey::{self, Environment, FlashInfer, TvmFfi};
-use crate::tables::{Module, Recipe, Tables};
+use crate::tables::{self, DependencyMarks, Module, Recipe, Tables};
 use crate::target::{self, CudaVersion, Target};
 
 /// The version of the way in which builds are done, beyond what commands and contents say. Part of every key.
@@ -71,7 +73,7 @@ pub struct Prepared {
     /// The key of everything known before compiling.
     pub request: Key,
     /// The oldest Linux driver that can run the product.
-    pub min_driver: Option<String>,
+    pub min_driver: Option<&'static str>,
     cxx11_abi: bool,
     sources: Vec<Vec<u8>>,
 }
@@ -153,7 +155,8 @@ fn ground(request: &Request, context: &Context, observe: Observer) -> Result<Gro
         None => None,
     };
     let fetched = |version: Option<&str>, observe: Observer| -> Result<FlashInfer> {
-        let site = provision::flashinfer(&context.home, version, request.mode, &mut |step| observe(Event::Step(step.to_owned())))?;
+        let site =
+            provision::flashinfer(&context.home, version, request.mode, &mut |step| observe(Event::Step(step.to_owned())))?;
         survey::flashinfer_at(&site)
     };
     let (flashinfer, own) = match (&request.flashinfer, installed) {
@@ -203,7 +206,7 @@ pub struct DryRun {
     pub flashinfer: FlashInfer,
     pub overlay: Overlay,
     pub target: Target,
-    pub min_driver: Option<String>,
+    pub min_driver: Option<&'static str>,
     /// None where this machine has no fit toolkit or no tvm-ffi yet.
     pub planned: Option<Planned>,
     /// What a real run would fetch first.
@@ -234,14 +237,14 @@ pub fn dry_run(request: &Request, context: &Context, observe: Observer) -> Resul
         Found::Toolkit(toolkit) => toolkit.version,
         Found::None(_) => {
             if provision::cuda(&context.home, Mode::Offline, &mut |_| ()).is_err() {
-                would_fetch.push(format!("CUDA {} (nvcc, headers, runtime)", provision::CUDA_VERSION));
+                would_fetch.push(format!("CUDA {} (nvcc, headers, runtime)", provision::cuda_version()));
             }
-            provision::CUDA_VERSION
+            provision::cuda_version()
         }
     };
     let target = request.target.resolve(version)?;
     if !would_fetch.is_empty() {
-        let min_driver = Tables::load().min_driver(version, target);
+        let min_driver = tables::min_driver(version, target);
         return Ok(DryRun { flashinfer: ground.flashinfer, overlay, target, min_driver, planned: None, would_fetch });
     }
     let prepared = prepare_on(ground, overlay, module, &offline, context, observe)?;
@@ -293,6 +296,7 @@ fn prepare_on(
         tvm_ffi: &tvm_ffi,
         cxx11_abi,
         toolkit: &toolkit,
+        host: &host,
         target,
     };
     let plan = plan::plan(&inputs)?;
@@ -301,7 +305,7 @@ fn prepare_on(
         .iter()
         .map(|source| contents(&plan.view.locate(&source.path), &plan, &overlay))
         .collect::<Result<Vec<_>>>()?;
-    let min_driver = Tables::load().min_driver(toolkit.version, target);
+    let min_driver = tables::min_driver(toolkit.version, target);
     let mut prepared = Prepared {
         module,
         flashinfer,
@@ -327,7 +331,8 @@ fn contents(file: &Located, plan: &Plan, overlay: &Overlay) -> Result<Vec<u8>> {
         return Ok(known.post.clone());
     }
     let path = plan.view.path_of(file).expect("the plan names only roots of its view");
-    fs::read(&path).map_err(|e| Error::io("read", &path, e).hint("the installed FlashInfer lacks a source of this module: is it whole?"))
+    fs::read(&path)
+        .map_err(|e| Error::io("read", &path, e).hint("the installed FlashInfer lacks a source of this module: is it whole?"))
 }
 
 /// The tvm-ffi beside the chosen FlashInfer, else the environment's, else a pinned one.
@@ -347,7 +352,7 @@ fn tvm_ffi(ground: &Ground, request: &Request, context: &Context, observe: Obser
             })?
         }
     };
-    if let Some(range) = Tables::load().tvm_ffi_range(&ground.flashinfer.version)
+    if let Some(range) = Tables::load().release(&ground.flashinfer.version).map(|release| &release.tvm_ffi)
         && let (Ok(range), Ok(version)) =
             (range.parse::<pep440_rs::VersionSpecifiers>(), found.version.parse::<pep440_rs::Version>())
         && !range.contains(&version)
@@ -506,7 +511,9 @@ fn compile_and_publish(
     let logs = dir.join("logs");
     compile::run_all(&plan.compile_jobs(host), dir, &logs, jobs.count, &mut |status| observe(Event::Jobs(status)))?;
     observe(Event::Step("linking".to_owned()));
-    compile::run_all(&[plan.link_job(host)], dir, &logs, 1, &mut |_| ())?;
+    for job in plan.link_jobs(host) {
+        compile::run_all(&[job], dir, &logs, 1, &mut |_| ())?;
+    }
 
     let files = closure::read(&plan.depfiles(dir), &plan.view)?;
     unchanged_since(&begun, &files, plan)?;
@@ -515,7 +522,7 @@ fn compile_and_publish(
     observe(Event::Step("judging".to_owned()));
     let artifact = dir.join(&plan.artifact);
     let inventory = cubin::read(&artifact)?;
-    let verdict = judge_it(prepared, &inventory, &context.memo)?;
+    let verdict = judge_it(prepared, &inventory)?;
     if !verdict.passed() {
         return Err(refusal(prepared, &verdict));
     }
@@ -548,22 +555,29 @@ fn unchanged_since(begun: &fs::Metadata, files: &[Located], plan: &Plan) -> Resu
     Ok(())
 }
 
+/// The driver's library. It comes with the GPU, so its functions are known from the toolkit's header.
+const DRIVER: &str = "libcuda.so.1";
+
 /// Judges an artifact against the module's rules and the libraries that will own its symbols.
-fn judge_it(prepared: &Prepared, inventory: &cubin::Inventory, memo: &Memo) -> Result<Verdict> {
+fn judge_it(prepared: &Prepared, inventory: &cubin::Inventory) -> Result<Verdict> {
     let Prepared { module, tvm_ffi, toolkit, host, target, sources, .. } = prepared;
     let mut owners = Vec::new();
     let mut own = |name: &str, path: &Path| -> Result<()> {
-        owners.push(Owner { name: name.to_owned(), linkage: cubin::linkage(path)? });
+        owners.push(Owner { name: name.to_owned(), exports: cubin::linkage(path)?.exports });
         Ok(())
     };
     own(&toolkit.cudart_soname, &toolkit.cudart)?;
     own("libtvm_ffi.so", &tvm_ffi.package.join("lib/libtvm_ffi.so"))?;
     let needed = inventory.linkage.as_ref().map(|linkage| linkage.needed.clone()).unwrap_or_default();
-    for name in needed.iter().filter(|name| **name != toolkit.cudart_soname) {
+    let elsewhere = [toolkit.cudart_soname.as_str(), DRIVER];
+    for name in needed.iter().filter(|name| !elsewhere.contains(&name.as_str())) {
         // A NEEDED library that the host compiler cannot find owns nothing; its symbols then have no owner, and that is said.
-        if let Some(path) = toolchain::host_library(host, name, memo)? {
+        if let Some(path) = toolchain::host_library(host, name) {
             own(name, &path)?;
         }
+    }
+    if needed.iter().any(|name| name == DRIVER) {
+        owners.push(Owner { name: DRIVER.to_owned(), exports: unversioned(toolchain::driver_functions(toolkit)?) });
     }
     let exports = judge::exports_of(sources);
     Ok(judge::judge(
@@ -571,11 +585,15 @@ fn judge_it(prepared: &Prepared, inventory: &cubin::Inventory, memo: &Memo) -> R
         &Expectation {
             target: *target,
             exports: &exports,
-            marks_required: module.marks_required(),
+            marks_required: module.dependency_marks == DependencyMarks::Required,
             launched_plainly: &module.launched_plainly,
             owners: &owners,
         },
     ))
+}
+
+fn unversioned(names: BTreeSet<String>) -> Vec<cubin::Symbol> {
+    names.into_iter().map(|name| cubin::Symbol { name, version: None, weak: false }).collect()
 }
 
 /// How many names of a fault are shown; the log has them all.
@@ -614,7 +632,7 @@ fn manifest(
         reason: edit.reason.clone(),
         sites: edit.sites,
         pre: by_path.get(edit.path.as_str()).and_then(|file| file.pre),
-        post: by_path.get(edit.path.as_str()).map(|file| Digest::of(&file.post)),
+        post: Digest::of(&by_path[edit.path.as_str()].post),
     });
     let flags = prepared.plan.compile.first().cloned().unwrap_or_default();
     Ok(Manifest {
@@ -625,11 +643,7 @@ fn manifest(
         target: prepared.target.to_string(),
         flashinfer: prepared.flashinfer.version.clone(),
         tvm_ffi: prepared.tvm_ffi.version.clone(),
-        artifact: ArtifactRecord {
-            file: prepared.plan.artifact.clone(),
-            sha256: Digest::of(&bytes),
-            bytes: bytes.len() as u64,
-        },
+        artifact: ArtifactRecord { file: prepared.plan.artifact.clone(), sha256: Digest::of(&bytes), bytes: bytes.len() as u64 },
         nvcc: prepared.toolkit.full_version.clone(),
         host_compiler: prepared.host.version.clone(),
         flags,
@@ -645,7 +659,7 @@ fn manifest(
             glibc_floor: linkage.glibc_floor.clone(),
             libstdcxx_floor: linkage.libstdcxx_floor.clone(),
         },
-        min_driver: prepared.min_driver.clone(),
+        min_driver: prepared.min_driver.map(str::to_owned),
         created: store::timestamp(),
         fi_arch: env!("CARGO_PKG_VERSION").to_owned(),
         elapsed_s: started.elapsed().as_secs_f64(),
@@ -658,7 +672,7 @@ fn keep_logs(error: Error, prepared: &Prepared, dir: &Path, home: &Path) -> Erro
     let name = format!("{}-{}-{}.log", prepared.module.name, prepared.target, prepared.request.short());
     let to = home.join("logs").join(name);
     let mut text = String::new();
-    let jobs = prepared.plan.compile_jobs(&prepared.host).into_iter().chain([prepared.plan.link_job(&prepared.host)]);
+    let jobs = prepared.plan.compile_jobs(&prepared.host).into_iter().chain(prepared.plan.link_jobs(&prepared.host));
     for job in jobs {
         let Ok(output) = fs::read(dir.join("logs").join(format!("{}.log", job.label))) else { continue };
         text.push_str(&format!("$ {}\n{}\n", job.argv.join(" "), String::from_utf8_lossy(&output)));

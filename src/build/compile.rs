@@ -47,7 +47,9 @@ pub fn cancel_on_signals() {
 /// An error once the user has asked to stop. Call it wherever something is waited for.
 pub fn check_cancelled() -> Result<()> {
     if CANCELLED.load(Ordering::SeqCst) {
-        return Err(Error::new(Exit::Interrupted, "interrupted").because("a signal asked fi-arch to stop; nothing was left behind"));
+        return Err(
+            Error::new(Exit::Interrupted, "interrupted").because("a signal asked fi-arch to stop; nothing was left behind")
+        );
     }
     Ok(())
 }
@@ -200,7 +202,8 @@ fn failure(job: &Job, exit: ExitStatus, logs: &Path) -> Error {
         (None, Some(signal)) => format!("signal {signal} ended it"),
         (None, None) => "it ended without a status".into(),
     };
-    let last = || output.lines().rev().find(|line| !line.trim().is_empty()).map(|line| format!("its last words: {}", line.trim()));
+    let last =
+        || output.lines().rev().find(|line| !line.trim().is_empty()).map(|line| format!("its last words: {}", line.trim()));
     let mut error = Error::refused(format!("{} did not compile", job.label)).because(how);
     if let Some(line) = first_error.or_else(last) {
         error = error.because(line);

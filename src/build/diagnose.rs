@@ -12,15 +12,30 @@ pub struct Diagnosis {
 const HINTS: &[(&str, &str)] = &[
     ("No space left on device", "free some disk space, or set FI_ARCH_HOME to a folder on another disk"),
     ("Disk quota exceeded", "free some of your quota, or set FI_ARCH_HOME to a folder on another disk"),
-    ("unsupported GNU version", "this nvcc does not know the host compiler: set CXX to an older g++ (CUDA's installation guide lists them)"),
-    ("unsupported clang version", "this nvcc does not know the host compiler: set CXX to a g++ that CUDA's installation guide lists"),
+    (
+        "unsupported GNU version",
+        "this nvcc does not know the host compiler: set CXX to an older g++ (CUDA's installation guide lists them)",
+    ),
+    (
+        "unsupported clang version",
+        "this nvcc does not know the host compiler: set CXX to a g++ that CUDA's installation guide lists",
+    ),
     ("Unsupported gpu architecture", "this nvcc is too old for the target: name a newer toolkit with --toolkit DIR"),
-    ("is not defined for option 'gpu-name'", "ptxas and nvcc are of different releases: name one whole toolkit with --toolkit DIR"),
-    ("cannot find -lcudart", "the toolkit has no libcudart to link: install its runtime package, or name another with --toolkit DIR"),
+    (
+        "is not defined for option 'gpu-name'",
+        "ptxas and nvcc are of different releases: name one whole toolkit with --toolkit DIR",
+    ),
+    (
+        "cannot find -lcudart",
+        "the toolkit has no libcudart to link: install its runtime package, or name another with --toolkit DIR",
+    ),
     ("cannot find -lcuda", "no libcuda to link: fi-arch does not need it; report the command in the log"),
     ("out of memory", "the compiler ran out of memory: run again with --jobs 1"),
     ("cannot allocate memory", "the compiler ran out of memory: run again with --jobs 1"),
-    ("terminate called after throwing an instance of 'std::bad_alloc'", "the compiler ran out of memory: run again with --jobs 1"),
+    (
+        "terminate called after throwing an instance of 'std::bad_alloc'",
+        "the compiler ran out of memory: run again with --jobs 1",
+    ),
     ("No such file or directory", "a header or tool is missing: the toolkit or the FlashInfer on this machine is incomplete"),
     ("catastrophic error", "the compiler gave up at the line above; the full log has its context"),
 ];
@@ -33,7 +48,9 @@ pub fn diagnose(output: &str, signal: Option<i32>) -> Diagnosis {
     // SIGKILL without a word is how the kernel's out-of-memory killer looks from here; nvcc reports a killed child by name.
     let killed = signal == Some(9) || lower.contains("killed") || lower.contains("signal 9");
     let hint = if killed && first_error.is_none() || by_text.is_none() && killed {
-        Some("something killed the compiler, most likely for memory: run again with --jobs 1, or raise the container's memory limit")
+        Some(
+            "something killed the compiler, most likely for memory: run again with --jobs 1, or raise the container's memory limit",
+        )
     } else {
         by_text
     };

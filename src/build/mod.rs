@@ -19,6 +19,3 @@ pub mod plan;
 pub mod provision;
 pub mod toolchain;
 pub mod view;
-//! (being built)
-
-pub mod toolchain;

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::compile::Job;
 use super::toolchain::{HostCompiler, Toolkit, link_flags};
-use super::view::{CUDA, CUDA_INCLUDE, DATA, OVERLAY, TVM_FFI, View};
+use super::view::{CUDA, CUDA_INCLUDE, CUDA_LIB, DATA, OVERLAY, TVM_FFI, View};
 use crate::error::{Error, Result};
 use crate::overlay::Overlay;
 use crate::survey::TvmFfi;
@@ -27,6 +27,7 @@ pub struct Inputs<'a> {
     /// torch's `_GLIBCXX_USE_CXX11_ABI`.
     pub cxx11_abi: bool,
     pub toolkit: &'a Toolkit,
+    pub host: &'a HostCompiler,
     pub target: Target,
 }
 
@@ -45,8 +46,8 @@ pub struct Plan {
     pub sources: Vec<Source>,
     /// One nvcc command a source; `@host` stands for the host compiler.
     pub compile: Vec<Vec<String>>,
-    /// The link command.
-    pub link: Vec<String>,
+    /// The commands that link, in order.
+    pub link: Vec<Vec<String>>,
     /// Include folders in search order, as names in the build folder.
     pub include_dirs: Vec<String>,
     /// The artifact's path in the build folder.
@@ -56,15 +57,19 @@ pub struct Plan {
 
 /// Makes the plan for `inputs`.
 pub fn plan(inputs: &Inputs) -> Result<Plan> {
-    let Inputs { module, recipe, overlay, package, toolkit, .. } = *inputs;
-    let mut links = vec![
-        (DATA, package.join("data")),
-        (TVM_FFI, inputs.tvm_ffi.package.clone()),
-        (CUDA, toolkit.root.clone()),
-    ];
+    let Inputs { module, recipe, overlay, package, toolkit, host, .. } = *inputs;
+    let mut links = vec![(DATA, package.join("data")), (TVM_FFI, inputs.tvm_ffi.package.clone()), (CUDA, toolkit.root.clone())];
     if toolkit.include != toolkit.root.join("include") {
         links.push((CUDA_INCLUDE, toolkit.include.clone()));
     }
+    let libraries = toolkit.cudart.parent().unwrap_or(&toolkit.root);
+    let libraries_name = match libraries.strip_prefix(&toolkit.root) {
+        Ok(below) => format!("{CUDA}/{}", below.display()),
+        Err(_) => {
+            links.push((CUDA_LIB, libraries.to_owned()));
+            CUDA_LIB.to_owned()
+        }
+    };
     let view = View::new(links);
 
     // The overlay comes first. Its headers name their neighbours as "../x.h", which resolves only through the folder that the
@@ -73,13 +78,15 @@ pub fn plan(inputs: &Inputs) -> Result<Plan> {
         ("-isystem".to_owned(), format!("{OVERLAY}/include")),
         ("-isystem".to_owned(), format!("{DATA}/include/flashinfer/comm")),
     ];
-    for include in &recipe.includes {
+    for include in
+        recipe.includes.iter().filter(|include| include.except_root.as_ref().is_none_or(|root| toolkit.root != Path::new(root)))
+    {
         includes.push((include.flag.clone(), place(&include.dir, toolkit)?));
     }
 
     let mut flags = Vec::new();
-    for flag in recipe.cuda_flags.iter().filter(|flag| flag.applies_to(toolkit.version)) {
-        match flag.text() {
+    for flag in recipe.cuda_flags(toolkit.version, module) {
+        match flag {
             "{gencode}" => flags.push(inputs.target.gencode()),
             "{abi}" => flags.push(format!("-D_GLIBCXX_USE_CXX11_ABI={}", u8::from(inputs.cxx11_abi))),
             "{includes}" => flags.extend(includes.iter().flat_map(|(flag, dir)| match flag.as_str() {
@@ -94,26 +101,48 @@ pub fn plan(inputs: &Inputs) -> Result<Plan> {
         .sources
         .iter()
         .map(|source| {
-            let edited = super::closure::overlay_file(overlay, source).is_some();
+            let below = source.strip_prefix("flashinfer/data/").unwrap_or(source);
+            let edited = super::closure::overlay_file(overlay, below).is_some();
             let name = Path::new(source).file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
-            Source { name, path: format!("{}/{source}", if edited { OVERLAY } else { DATA }) }
+            Source { name, path: format!("{}/{below}", if edited { OVERLAY } else { DATA }) }
         })
         .collect();
     if sources.is_empty() {
         return Err(Error::unsupported(format!("module {} has no sources in the tables", module.name)));
     }
 
+    flags.extend(host.args.iter().map(|arg| format!("-Xcompiler={arg}")));
+
     let compile = sources.iter().map(|source| compile_command(source, &flags)).collect();
     let artifact = format!("{}.so", module.name);
-    let mut link = vec![HOST_COMPILER.to_owned(), "-shared".to_owned()];
+    // FlashInfer's own link flags name folders that pip toolkits do not have, and a libcuda that nothing here needs (the judge
+    // finds an owner for every undefined symbol): what the probe linked is what is linked.
+    let mut link = vec![HOST_COMPILER.to_owned()];
+    link.extend(host.args.iter().cloned());
+    link.extend(["-shared".to_owned()]);
     link.extend(sources.iter().map(|source| format!("obj/{}.o", source.name)));
-    link.extend(link_flags(toolkit, CUDA));
+    link.extend(link_flags(toolkit, &libraries_name));
+    let mut commands = Vec::new();
+    if module.driver_api {
+        commands.push(driver_stub_command());
+        link.extend(["-Wl,--push-state,--no-as-needed", DRIVER_STUB, "-Wl,--pop-state"].map(Into::into));
+    }
     link.extend(["-o".to_owned(), artifact.clone()]);
+    commands.push(link);
 
     // Compilers search all `-I` folders before all `-isystem` ones.
     includes.sort_by_key(|(flag, _)| flag != "-I");
     let include_dirs = includes.into_iter().map(|(_, dir)| dir).collect();
-    Ok(Plan { sources, compile, link, include_dirs, artifact, view })
+    Ok(Plan { sources, compile, link: commands, include_dirs, artifact, view })
+}
+
+/// Stands for libcuda at the link: the driver's library is on no build machine for sure, and only its name is needed.
+const DRIVER_STUB: &str = "obj/libcuda.so.1";
+
+/// Makes an empty library of the driver's name. It has no symbols, so the linker must be told to keep it.
+fn driver_stub_command() -> Vec<String> {
+    let words = [HOST_COMPILER, "-nostdlib", "-shared", "-Wl,-soname,libcuda.so.1", "-x", "c++", "/dev/null", "-o", DRIVER_STUB];
+    words.map(Into::into).to_vec()
 }
 
 /// `-ccbin` names one host compiler for nvcc and for the link; intermediate files keep fixed names, since nvcc's random ones
@@ -161,9 +190,11 @@ impl Plan {
         .collect()
     }
 
-    /// The link job.
-    pub fn link_job(&self, host: &HostCompiler) -> Job {
-        Job { label: "link".into(), argv: with_host(&self.link, host), keep: None, weight: 0 }
+    /// The link jobs, to be run one after another.
+    pub fn link_jobs(&self, host: &HostCompiler) -> Vec<Job> {
+        let jobs = self.link.iter().enumerate();
+        jobs.map(|(index, argv)| Job { label: format!("link-{}", index + 1), argv: with_host(argv, host), keep: None, weight: 0 })
+            .collect()
     }
 
     /// The dependency files that the compile jobs write, in `dir`.
@@ -173,7 +204,7 @@ impl Plan {
 
     /// Every command, for people and for a key: no path of this machine in it.
     pub fn commands(&self) -> impl Iterator<Item = &Vec<String>> {
-        self.compile.iter().chain(std::iter::once(&self.link))
+        self.compile.iter().chain(&self.link)
     }
 }
 

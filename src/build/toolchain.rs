@@ -2,6 +2,7 @@
 //!
 //! What a program says of itself is remembered under its file's identity, so that a look-up that changed nothing starts none.
 
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,6 +14,7 @@ use object::elf::{self, FileHeader64};
 use object::read::elf::{Dyn, FileHeader};
 use serde::{Deserialize, Serialize};
 
+use super::diagnose::diagnose;
 use crate::digest::Digest;
 use crate::env;
 use crate::error::{Error, Result};
@@ -553,11 +555,30 @@ fn learn_host(path: &Path, args: &[String]) -> Result<String> {
     Ok(serde_json::to_string(&LearntHost { version, tools }).expect("paths of programs are UTF-8 or were read as such"))
 }
 
-/// The flags that link a product to the toolkit's libcudart. By file name: pip toolkits have no `libcudart.so`.
-pub fn link_flags(toolkit: &Toolkit) -> Vec<String> {
-    let folder = toolkit.cudart.parent().unwrap_or(&toolkit.root);
+/// The flags that link a product to the toolkit's libcudart, whose folder is called `folder` where the link runs. By file
+/// name: pip toolkits have no `libcudart.so`.
+pub fn link_flags(toolkit: &Toolkit, folder: &str) -> [String; 2] {
     let file = toolkit.cudart.file_name().unwrap_or_default();
-    vec![format!("-L{}", folder.display()), format!("-l:{}", file.display())]
+    [format!("-L{folder}"), format!("-l:{}", file.display())]
+}
+
+/// The functions of the CUDA driver that this toolkit's `cuda.h` declares, with the names that they have in the library.
+pub fn driver_functions(toolkit: &Toolkit) -> Result<BTreeSet<String>> {
+    let header = toolkit.include.join("cuda.h");
+    let text = fs::read_to_string(&header).map_err(|e| Error::io("read", &header, e))?;
+    let declared = text.split("CUDAAPI ").skip(1).filter_map(|rest| rest.split('(').next());
+    // `#define cuMemAlloc cuMemAlloc_v2`: what a caller writes, and what the library exports.
+    let renamed = text.lines().filter_map(|line| line.strip_prefix("#define cu")?.split_whitespace().nth(1));
+    Ok(declared.chain(renamed).filter(|name| name.starts_with("cu")).map(str::to_owned).collect())
+}
+
+/// Where the host compiler's linker finds the library called `name`; None where it does not.
+pub fn host_library(host: &HostCompiler, name: &str) -> Option<PathBuf> {
+    let mut command = Command::new(&host.path);
+    command.args(&host.args).arg(format!("-print-file-name={name}"));
+    let ran = process::run(&mut command, ANSWER).ok().filter(|ran| ran.ok)?;
+    // What the compiler does not find it prints as it was asked for.
+    Some(PathBuf::from(ran.stdout.trim())).filter(|path| path.is_absolute() && path.is_file())
 }
 
 /// Proves that the host compiler compiles against the toolkit's headers and links its libcudart, with the flags of the real link.
@@ -566,9 +587,10 @@ pub fn probe_link(toolkit: &Toolkit, host: &HostCompiler, staging: &Path) -> Res
     let source = dir.path().join("probe.cpp");
     let text = "#include <cuda_runtime_api.h>\n#include <string>\nextern \"C\" int probe() { return std::string(cudaGetErrorString(cudaGetLastError())).empty(); }\n";
     fs::write(&source, text).map_err(|e| Error::io("write", &source, e))?;
+    let folder = toolkit.cudart.parent().unwrap_or(&toolkit.root);
     let mut command = Command::new(&host.path);
     command.args(&host.args).args(["-shared", "-fPIC", "-Wl,--no-undefined", "-o"]).arg(dir.path().join("probe.so"));
-    command.arg("-I").arg(&toolkit.include).arg(&source).args(link_flags(toolkit));
+    command.arg("-I").arg(&toolkit.include).arg(&source).args(link_flags(toolkit, &folder.to_string_lossy()));
     probe(&mut command, dir.path(), "a small library does not compile and link against this toolkit", toolkit, host)
 }
 
@@ -596,17 +618,10 @@ fn probe(command: &mut Command, dir: &Path, what: &str, toolkit: &Toolkit, host:
         return Ok(());
     }
     let said = format!("{}\n{}", ran.stderr, ran.stdout);
-    let first = first_error(&said).unwrap_or_else(|| "it printed nothing".to_owned());
+    let last = || said.lines().rev().map(str::trim).find(|line| !line.is_empty()).map(str::to_owned);
+    let first = diagnose(&said, None).first_error.or_else(last).unwrap_or_else(|| "it printed nothing".to_owned());
     let error = if said.contains("nsupported gpu architecture") { Error::unsupported(what) } else { failed(String::new()) };
     Err(advise(Error::new(error.exit(), what).because(first), &said, toolkit, host))
-}
-
-/// The first line of a compiler's or linker's output that names an error, else the last line that says anything.
-pub fn first_error(output: &str) -> Option<String> {
-    let marks = ["error", "fatal", "cannot find", "undefined reference", "No space left", "not found"];
-    let mut lines = output.lines().map(str::trim).filter(|line| !line.is_empty());
-    let first = lines.clone().find(|line| marks.iter().any(|mark| line.contains(mark)));
-    first.or_else(|| lines.next_back()).map(str::to_owned)
 }
 
 /// Adds what helps against the fault that `said` shows.

@@ -119,7 +119,9 @@ fn requests(args: &Args) -> Result<Vec<Request>> {
 fn own_targets() -> Result<Vec<target::Request>> {
     let gpus = survey::gpus();
     if gpus.is_empty() {
-        return Err(Error::usage("no target is named").because("--sm is missing, and no GPU is visible here").hint("for example `--sm 120`"));
+        return Err(Error::usage("no target is named")
+            .because("--sm is missing, and no GPU is visible here")
+            .hint("for example `--sm 120`"));
     }
     target::parse_list(&gpus.iter().map(|gpu| gpu.sm.to_string()).collect::<Vec<_>>().join(" "))
 }
@@ -201,7 +203,7 @@ fn built_text(built: &Built, started: Instant) -> String {
         path = built.entry.artifact.display(),
         mb = manifest.artifact.bytes as f64 / 1e6,
         proven = proven(manifest),
-        needs = needs(manifest, prepared.min_driver.as_deref()),
+        needs = needs(manifest, prepared.min_driver),
         key = built.entry.key.short(),
         elapsed = seconds(started),
     )
@@ -259,7 +261,10 @@ fn dry_text(dry: &DryRun, request: &Request) -> String {
         text.push_str(&format!("  {}", nothing_to_patch(version, &request.module)));
     }
     for edit in &dry.overlay.edits {
-        text.push_str(&format!("  edit      {} at {}:{} ({} sites): {}\n", edit.id, edit.path, edit.line, edit.sites, edit.reason));
+        text.push_str(&format!(
+            "  edit      {} at {}:{} ({} sites): {}\n",
+            edit.id, edit.path, edit.line, edit.sites, edit.reason
+        ));
     }
     for thing in &dry.would_fetch {
         text.push_str(&format!("  fetch     {thing}\n"));

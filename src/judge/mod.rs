@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use serde::Serialize;
 
-use crate::cubin::{Inventory, Kernel, Kind, Linkage};
+use crate::cubin::{Inventory, Kernel, Kind, Symbol};
 use crate::target::Target;
 
 /// The version of these rules. A verdict given under other rules is no verdict under these, so it is part of every key.
@@ -28,7 +28,7 @@ pub struct Expectation<'a> {
 #[derive(Debug)]
 pub struct Owner {
     pub name: String,
-    pub linkage: Linkage,
+    pub exports: Vec<Symbol>,
 }
 
 /// One reason why an artifact is refused.
@@ -127,8 +127,7 @@ pub fn judge(inventory: &Inventory, expected: &Expectation) -> Verdict {
         None => fault("no-linkage", "it is no shared object: nothing can load it".into(), Vec::new()),
         Some(linkage) => {
             let exports: BTreeSet<&str> = linkage.exports.iter().map(|symbol| symbol.name.as_str()).collect();
-            let missing: Vec<String> =
-                expected.exports.iter().filter(|name| !exports.contains(name.as_str())).cloned().collect();
+            let missing: Vec<String> = expected.exports.iter().filter(|name| !exports.contains(name.as_str())).cloned().collect();
             if !missing.is_empty() {
                 fault("missing-export", format!("{} functions of the sources are not exported", missing.len()), missing);
             }
@@ -138,7 +137,7 @@ pub fn judge(inventory: &Inventory, expected: &Expectation) -> Verdict {
                 .filter(|symbol| !symbol.weak)
                 .filter(|symbol| {
                     !expected.owners.iter().any(|owner| {
-                        owner.linkage.exports.iter().any(|export| {
+                        owner.exports.iter().any(|export| {
                             export.name == symbol.name && (symbol.version.is_none() || symbol.version == export.version)
                         })
                     })

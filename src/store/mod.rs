@@ -39,7 +39,9 @@ use entry::Fault;
 pub use entry::{Entry, EntrySummary};
 pub use key::{Key, KeyBuilder};
 pub use lock::Lock;
-pub use manifest::{ArtifactRecord, EditRecord, FORMAT as MANIFEST_FORMAT, Manifest, VerdictRecord, seal as seal_manifest, timestamp};
+pub use manifest::{
+    ArtifactRecord, EditRecord, FORMAT as MANIFEST_FORMAT, Manifest, VerdictRecord, seal as seal_manifest, timestamp,
+};
 pub use staging::Staging;
 
 /// The store under one home folder.

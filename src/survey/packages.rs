@@ -86,6 +86,11 @@ pub fn tvm_ffi(env: &Environment) -> Result<Option<TvmFfi>> {
     Ok(Some(TvmFfi { package: found.package, version }))
 }
 
+/// The tvm-ffi in one folder like a site-packages.
+pub fn tvm_ffi_in(site: &Path) -> Result<Option<TvmFfi>> {
+    tvm_ffi(&Environment { site_packages: vec![site.to_owned()], origin: site.display().to_string(), prefix: site.to_owned() })
+}
+
 /// The torch that `import torch` finds in `env`.
 pub fn torch(env: &Environment) -> Result<Option<Torch>> {
     let Some(found) = Search::new(env).find("torch", "torch")? else { return Ok(None) };

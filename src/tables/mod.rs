@@ -1,5 +1,7 @@
 //! What is known of FlashInfer: `arch-tables/flashinfer/` read into types. Data, not code.
 
+mod toolkits;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::str::FromStr;
@@ -12,6 +14,8 @@ use serde::{Deserialize, Deserializer};
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::target::CudaVersion;
+
+pub use toolkits::min_driver;
 
 /// The files of a release that decide its recipe, relative to the folder that holds `flashinfer/`.
 pub const RECIPE_FILES: [&str; 3] = ["flashinfer/jit/core.py", "flashinfer/jit/cpp_ext.py", "flashinfer/compilation_context.py"];
@@ -38,6 +42,9 @@ pub struct Module {
     pub generator: Generator,
     /// The generator passes its own arch list.
     pub gated: bool,
+    /// It calls the CUDA driver itself, so it is linked to libcuda.
+    #[serde(default)]
+    pub driver_api: bool,
     pub dependency_marks: DependencyMarks,
     /// Kernels whose mangled name contains one of these need no dependency marks.
     pub launched_plainly: Vec<String>,

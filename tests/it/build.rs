@@ -42,7 +42,10 @@ fn trtllm_comm_is_built_proven_and_answered_from_the_store() {
     assert_eq!(built["cache"], "miss");
     assert_eq!(built["hollow"], 0);
     assert_eq!(built["min_driver"], "580.65.06");
-    assert_eq!(built["edits"], serde_json::json!(["gate", "hollow-kernels", "dependency-marks", "pointer-stride", "cluster-size"]));
+    assert_eq!(
+        built["edits"],
+        serde_json::json!(["gate", "hollow-kernels", "dependency-marks", "pointer-stride", "cluster-size"])
+    );
     let kernels = built["kernels"].as_u64().unwrap();
     assert_eq!(kernels, built["with_dependency_marks"].as_u64().unwrap() + 3);
     assert_eq!(built["need_no_marks"], 3);
@@ -260,7 +263,10 @@ esac
 exec "$real" "$@""#,
     );
     let ran = sandbox.run(&["build", "--json", "--sm", "120", "--flashinfer", RELEASE, "--toolkit", text(&root), "--jobs", "1"]);
-    let ran = ran.exits(5).says("trtllm_moe_allreduce_fusion did not compile").says("x.cuh(77): error: identifier \"foo\" is undefined");
+    let ran = ran
+        .exits(5)
+        .says("trtllm_moe_allreduce_fusion did not compile")
+        .says("x.cuh(77): error: identifier \"foo\" is undefined");
     assert_eq!(ran.json()["error"]["exit"], 5);
     let log = ran.stderr.split("the full log is in ").nth(1).expect("the log is named").trim();
     assert!(fs::read_to_string(log).unwrap().contains("1 error detected in the compilation"), "the full log is kept");
@@ -280,7 +286,9 @@ fn a_compiler_killed_for_memory_is_told_from_a_compile_error() {
 fn a_nvcc_too_old_for_the_target_is_refused_with_what_it_can_do() {
     let sandbox = Sandbox::new();
     fetch_toolkit(&sandbox);
-    for (release, sm, exit, word) in [("12.6", "120", 4, "CUDA 12.8 or newer"), ("12.8", "121", 4, "CUDA 12.9 or newer"), ("12.8", "120f", 4, "sm_120a")] {
+    for (release, sm, exit, word) in
+        [("12.6", "120", 4, "CUDA 12.8 or newer"), ("12.8", "121", 4, "CUDA 12.9 or newer"), ("12.8", "120f", 4, "sm_120a")]
+    {
         let root = sandbox.path("toolkit");
         let _ = fs::remove_dir_all(&root);
         toolkit_with_nvcc(&sandbox, &format!("echo 'Cuda compilation tools, release {release}, V{release}.93'"));

@@ -3,8 +3,8 @@
 //! Tests that fetch wheels need the network (PyPI through pip) and fail without it; they never skip.
 
 mod build;
-mod store;
 mod overlay;
+mod store;
 mod support;
 mod survey;
 mod toolchain;
