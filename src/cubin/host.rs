@@ -44,12 +44,12 @@ pub fn read_elf(bytes: &[u8]) -> Result<Inventory> {
             strings.push(section.data(LE, bytes).map_err(damaged)?);
         }
     }
-    let images = fatbin::images(&entries)?;
+    let (images, linkage) = rayon::join(
+        || fatbin::images(&entries),
+        || (format == Format::SharedObject).then(|| linkage::of(bytes)).transpose(),
+    );
+    let (images, linkage) = (images?, linkage?);
     let registered = if images.is_empty() { BTreeSet::new() } else { registered(&strings, &images) };
-    let linkage = match format {
-        Format::SharedObject => Some(linkage::of(bytes)?),
-        _ => None,
-    };
     Ok(Inventory { format, images, registered, linkage })
 }
 

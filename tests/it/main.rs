@@ -3,3 +3,5 @@
 //! Tests that fetch wheels need the network (PyPI through pip) and fail without it; they never skip.
 
 mod support;
+
+mod inspect;
