@@ -25,10 +25,7 @@ pub fn of_file(path: &Path) -> io::Result<Vec<u8>> {
     bytes.try_reserve_exact(size).map_err(io::Error::other)?;
     drop(bytes);
     let mut bytes = vec![0; size];
-    bytes
-        .par_chunks_mut(PIECE)
-        .enumerate()
-        .try_for_each(|(index, piece)| file.read_exact_at(piece, (index * PIECE) as u64))?;
+    bytes.par_chunks_mut(PIECE).enumerate().try_for_each(|(index, piece)| file.read_exact_at(piece, (index * PIECE) as u64))?;
     Ok(bytes)
 }
 

@@ -49,6 +49,8 @@ pub fn parse(bytes: &[u8], entry: Option<(u32, &str)>) -> Result<Cubin> {
         return Err(fault(format!("the cubin is for machine {} and not for a GPU", header.e_machine(LE).0)));
     }
     header.endian().map_err(damaged)?;
+    // Not needed here, but the driver reads them, and they lie at the end.
+    header.program_headers(LE, bytes).map_err(damaged)?;
     let sections = header.sections(LE, bytes).map_err(damaged)?;
     let mut names = Vec::with_capacity(sections.len());
     // Sections of a real cubin share neither names nor code. Where they do, reading each would take time without bound.
