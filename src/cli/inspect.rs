@@ -187,7 +187,7 @@ fn kernel_json(kernel: &Kernel) -> Value {
         "local_loads": kernel.local_loads,
         "local_stores": kernel.local_stores,
         "code_bytes": kernel.code_bytes,
-        "code": kernel.code,
+        "code": kernel.code.to_string(),
     })
 }
 

@@ -30,6 +30,7 @@ pub fn read_elf(bytes: &[u8]) -> Result<Inventory> {
         (_, elf::ET_DYN | elf::ET_EXEC) => Format::SharedObject,
         (_, other) => return Err(fault(format!("it is ELF of type {}, neither an object nor a shared object", other.0))),
     };
+    header.program_headers(LE, bytes).map_err(damaged)?;
     let sections = header.sections(LE, bytes).map_err(damaged)?;
     let mut entries = Vec::new();
     let mut strings = Vec::new();
@@ -44,12 +45,10 @@ pub fn read_elf(bytes: &[u8]) -> Result<Inventory> {
             strings.push(section.data(LE, bytes).map_err(damaged)?);
         }
     }
-    let images = fatbin::images(&entries)?;
+    let (images, linkage) =
+        rayon::join(|| fatbin::images(&entries), || (format == Format::SharedObject).then(|| linkage::of(bytes)).transpose());
+    let (images, linkage) = (images?, linkage?);
     let registered = if images.is_empty() { BTreeSet::new() } else { registered(&strings, &images) };
-    let linkage = match format {
-        Format::SharedObject => Some(linkage::of(bytes)?),
-        _ => None,
-    };
     Ok(Inventory { format, images, registered, linkage })
 }
 

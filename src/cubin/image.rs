@@ -6,11 +6,10 @@ use object::elf;
 use object::read::elf::{FileHeader as _, Rel as _, Rela as _, SectionHeader as _, Sym as _};
 use object::{LittleEndian, SymbolIndex};
 use rayon::prelude::*;
-use sha2::{Digest as _, Sha256};
+use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 use super::calls::{Graph, Place, is_quiet};
-use super::{Kernel, fault, info, sass};
-use crate::digest::Digest;
+use super::{Fingerprint, Kernel, fault, info, sass};
 use crate::error::Result;
 
 const LE: LittleEndian = LittleEndian;
@@ -38,7 +37,7 @@ pub struct Cubin {
 /// A code section, read.
 struct Code {
     marks: sass::Marks,
-    digest: Digest,
+    fingerprint: u128,
 }
 
 /// What is in the cubin `bytes`. `entry` is the SM and the suffix that the fat binary gives for it: the suffix stands there, and
@@ -50,6 +49,8 @@ pub fn parse(bytes: &[u8], entry: Option<(u32, &str)>) -> Result<Cubin> {
         return Err(fault(format!("the cubin is for machine {} and not for a GPU", header.e_machine(LE).0)));
     }
     header.endian().map_err(damaged)?;
+    // Not needed here, but the driver reads them, and they lie at the end.
+    header.program_headers(LE, bytes).map_err(damaged)?;
     let sections = header.sections(LE, bytes).map_err(damaged)?;
     let mut names = Vec::with_capacity(sections.len());
     // Sections of a real cubin share neither names nor code. Where they do, reading each would take time without bound.
@@ -113,13 +114,20 @@ pub fn parse(bytes: &[u8], entry: Option<(u32, &str)>) -> Result<Cubin> {
         .map(|index| {
             let Some(function) = names[index].strip_prefix(b".text.") else { return Ok(None) };
             let text = data(index)?;
-            let mut hash = Sha256::new_with_prefix(text);
-            for &bank in constants.get(function).into_iter().flatten() {
-                hash.update(names[bank]);
-                hash.update(data(bank)?);
-            }
+            let fingerprint = match constants.get(function) {
+                None => xxh3_128(text),
+                Some(banks) => {
+                    let mut hash = Xxh3::new();
+                    hash.update(text);
+                    for &bank in banks {
+                        hash.update(names[bank]);
+                        hash.update(data(bank)?);
+                    }
+                    hash.digest128()
+                }
+            };
             let marks = if sm >= sass::FIRST_SM { sass::scan(text) } else { sass::Marks { writes: true, ..Default::default() } };
-            Ok(Some(Code { marks, digest: Digest(hash.finalize().into()) }))
+            Ok(Some(Code { marks, fingerprint }))
         })
         .collect::<Result<_>>()?;
 
@@ -161,18 +169,19 @@ pub fn parse(bytes: &[u8], entry: Option<(u32, &str)>) -> Result<Cubin> {
         let reach = graph.reach(section);
         let mut marks = own.marks;
         let mut local_functions = functions.get(&section).is_some_and(|count| *count > 1);
-        let mut whole = own.digest;
+        let mut whole = own.fingerprint;
         if reach.sections.len() > 1 {
-            let mut hash = Sha256::new_with_prefix(own.digest.0);
+            let mut hash = Xxh3::new();
+            hash.update(&own.fingerprint.to_le_bytes());
             for &other in reach.sections.iter().filter(|other| **other != section) {
                 if let Some(code) = code[other].as_ref() {
                     marks.add(&code.marks);
                     local_functions |= functions.get(&other).is_some_and(|count| *count > 1);
                     hash.update(names[other]);
-                    hash.update(code.digest.0);
+                    hash.update(&code.fingerprint.to_le_bytes());
                 }
             }
-            whole = Digest(hash.finalize().into());
+            whole = hash.digest128();
         }
         let elsewhere = reach.sections.len() > 1 || !reach.missing.is_empty();
         let unknown = reach.missing.iter().any(|symbol| {
@@ -202,7 +211,7 @@ pub fn parse(bytes: &[u8], entry: Option<(u32, &str)>) -> Result<Cubin> {
             local_loads: marks.local_loads,
             local_stores: marks.local_stores,
             code_bytes: text.sh_size(LE),
-            code: whole,
+            code: Fingerprint(whole),
         });
     }
     kernels.sort_by(|a, b| a.name.cmp(&b.name));

@@ -8,3 +8,5 @@ mod store;
 mod support;
 mod survey;
 mod toolchain;
+
+mod inspect;

@@ -1,4 +1,5 @@
 //! What tests stand on: real wheels, a sandbox for the binary, and fakes for faults.
 
 pub mod sandbox;
+pub mod toolkit;
 pub mod wheels;
