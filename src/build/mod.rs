@@ -1,3 +1,4 @@
 //! (being built)
 
+pub mod provision;
 pub mod toolchain;
