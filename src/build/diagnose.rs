@@ -47,7 +47,7 @@ pub fn diagnose(output: &str, signal: Option<i32>) -> Diagnosis {
     let by_text = HINTS.iter().find(|(text, _)| lower.contains(&text.to_ascii_lowercase())).map(|(_, hint)| *hint);
     // SIGKILL without a word is how the kernel's out-of-memory killer looks from here; nvcc reports a killed child by name.
     let killed = signal == Some(9) || lower.contains("killed") || lower.contains("signal 9");
-    let hint = if killed && first_error.is_none() || by_text.is_none() && killed {
+    let hint = if killed && (first_error.is_none() || by_text.is_none()) {
         Some(
             "something killed the compiler, most likely for memory: run again with --jobs 1, or raise the container's memory limit",
         )

@@ -16,6 +16,7 @@ use serde::Deserialize;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::survey::process;
+use crate::target::CudaVersion;
 
 /// Whether the network may be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,12 +63,12 @@ pub fn cuda(home: &Path, mode: Mode, progress: &mut dyn FnMut(&str)) -> Result<P
     Set::cuda()?.provide(home, mode, progress)
 }
 
-/// The FlashInfer release that is meant where none is named or installed.
-pub fn cuda_version() -> crate::target::CudaVersion {
-    crate::target::CudaVersion::parse(&table().cuda.version).expect("the tables' CUDA version is MAJOR.MINOR")
+/// The CUDA release that is fetched.
+pub fn cuda_version() -> CudaVersion {
+    CudaVersion::parse(&table().cuda.version).expect("the tables' CUDA version is MAJOR.MINOR")
 }
 
-/// The release that is fetched where none is named.
+/// The FlashInfer release that is meant where none is named or installed.
 pub fn default_flashinfer() -> &'static str {
     &table().default_flashinfer
 }

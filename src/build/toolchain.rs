@@ -695,12 +695,4 @@ mod tests {
         assert!(root_of(OsStr::new(&format!("{text}:{text}"))).unwrap_err().contains("a list"));
         assert!(root_of(OsStr::new("/nonexistent")).unwrap_err().contains("there is no"));
     }
-
-    #[test]
-    fn the_first_error_is_told_not_the_last() {
-        let text = "note: x\nprobe.cpp:1:10: fatal error: string: No such file\ncompilation terminated.\n";
-        assert_eq!(first_error(text).unwrap(), "probe.cpp:1:10: fatal error: string: No such file");
-        assert_eq!(first_error("killed\n\n").unwrap(), "killed");
-        assert_eq!(first_error("\n"), None);
-    }
 }

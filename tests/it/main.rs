@@ -3,10 +3,10 @@
 //! Tests that fetch wheels need the network (PyPI through pip) and fail without it; they never skip.
 
 mod build;
+mod inspect;
 mod overlay;
+mod provision;
 mod store;
 mod support;
 mod survey;
 mod toolchain;
-
-mod inspect;
