@@ -5,7 +5,7 @@
 //!
 //! | part | what it is |
 //! | --- | --- |
-//! | [`exit`], [`error`], [`mod@env`], [`digest`], [`memo`] | exit codes, the one error type, environment variables, SHA-256, remembered digests |
+//! | [`exit`], [`error`], [`mod@env`], [`cancel`], [`digest`], [`memo`] | exit codes, the one error type, environment variables, Ctrl-C, SHA-256, remembered digests |
 //! | [`target`] | SM targets: parsing, family rules, what an nvcc can emit |
 //! | [`tables`] | `arch-tables/` read into types; look-up by digest and release |
 //! | [`survey`] | what is on this machine; knows nothing of gates |
@@ -18,6 +18,7 @@
 //! | [`pipeline`] | the one place that knows build, judge and store: look up, lock, compile, judge, publish |
 //! | [`cli`] | one file a verb; human and JSON output; no logic of its own |
 
+pub mod cancel;
 pub mod digest;
 pub mod env;
 pub mod error;

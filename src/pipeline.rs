@@ -11,8 +11,9 @@ use crate::build::closure::{self, Located};
 use crate::build::compile::{self, JobStatus};
 use crate::build::plan::{self, Plan};
 use crate::build::provision::{self, Mode};
-use crate::build::toolchain::{self, Found, HostCompiler, Toolkit};
+use crate::build::toolchain::{self, HostCompiler, Toolkit};
 use crate::build::{limits, view};
+use crate::cancel;
 use crate::cubin;
 use crate::digest::Digest;
 use crate::env;
@@ -119,7 +120,7 @@ pub fn build(request: &Request, context: &Context, observe: Observer) -> Result<
             let who = holder.map_or("another process".to_owned(), |pid| format!("process {pid}"));
             observe(Event::Step(format!("waiting for {who}, which builds the same")));
         }
-        compile::check_cancelled()
+        cancel::check()
     })?;
     if let Some(entry) = look_up(&prepared, &store, &context.memo) {
         context.memo.save();
@@ -233,9 +234,9 @@ pub fn dry_run(request: &Request, context: &Context, observe: Observer) -> Resul
         would_fetch.push("apache-tvm-ffi".to_owned());
     }
     let found = toolchain::find(request.toolkit.as_deref(), ground.environment.as_ref(), &wanted(request), &context.memo)?;
-    let version = match found {
-        Found::Toolkit(toolkit) => toolkit.version,
-        Found::None(_) => {
+    let version = match found.toolkit {
+        Some(toolkit) => toolkit.version,
+        None => {
             if provision::cuda(&context.home, Mode::Offline, &mut |_| ()).is_err() {
                 would_fetch.push(format!("CUDA {} (nvcc, headers, runtime)", provision::cuda_version()));
             }
@@ -376,12 +377,12 @@ fn fetched_toolkit(root: &Path, memo: &Memo) -> Result<Toolkit> {
 /// The machine's own toolkit if a fit one is there, else the pinned one.
 fn toolkit(ground: &Ground, request: &Request, context: &Context, observe: Observer) -> Result<Toolkit> {
     let memo = &context.memo;
-    let rejected = match toolchain::find(request.toolkit.as_deref(), ground.environment.as_ref(), &wanted(request), memo)? {
-        Found::Toolkit(toolkit) => return Ok(toolkit),
-        Found::None(rejected) => rejected,
-    };
-    for one in &rejected {
-        observe(Event::Warning(format!("{} ({}) is not used: {}", one.root.display(), one.origin, one.why)));
+    let found = toolchain::find(request.toolkit.as_deref(), ground.environment.as_ref(), &wanted(request), memo)?;
+    for one in &found.rejected {
+        observe(Event::Warning(format!("the toolkit {} ({}) is not used: {}", one.root.display(), one.origin, one.why)));
+    }
+    if let Some(toolkit) = found.toolkit {
+        return Ok(toolkit);
     }
     let root = provision::cuda(&context.home, request.mode, &mut |step| observe(Event::Step(step.to_owned())))?;
     let toolkit = fetched_toolkit(&root, memo)?;
@@ -398,7 +399,8 @@ fn request_key(prepared: &Prepared, memo: &Memo) -> Result<Key> {
         .text("target", &target.to_string())
         .text("tvm_ffi", &tvm_ffi.version)
         .text("cxx11_abi", if *cxx11_abi { "1" } else { "0" })
-        .text("nvcc", &toolkit.full_version);
+        .text("nvcc", &toolkit.full_version)
+        .text("host compiler", &host.version);
     for command in plan.commands() {
         for word in command {
             key.text("word", word);

@@ -4,14 +4,13 @@ use std::fs::{self, File};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal};
 
 use super::diagnose::{Diagnosis, diagnose};
+use crate::cancel;
 use crate::error::{Error, Result};
-use crate::exit::Exit;
 
 /// How often running jobs are looked at. Short beside a job of seconds, long beside the look.
 const LOOK: Duration = Duration::from_millis(50);
@@ -23,7 +22,6 @@ const GRACE: Duration = Duration::from_millis(500);
 const SILENT_INPUTS: &[&str] = &[
     "NVCC_PREPEND_FLAGS",
     "NVCC_APPEND_FLAGS",
-    "NVCC_CCBIN",
     "CPATH",
     "C_INCLUDE_PATH",
     "CPLUS_INCLUDE_PATH",
@@ -34,25 +32,6 @@ const SILENT_INPUTS: &[&str] = &[
     "SUNPRO_DEPENDENCIES",
     "CUDA_CACHE_DISABLE",
 ];
-
-/// Set by Ctrl-C or a termination signal; everything that waits looks at it.
-static CANCELLED: AtomicBool = AtomicBool::new(false);
-
-/// Ends this process's work on Ctrl-C, SIGTERM and SIGHUP in an orderly way: children first, then folders, then exit 130.
-pub fn cancel_on_signals() {
-    // A second registration in one process (tests) is no failure.
-    let _ = ctrlc::set_handler(|| CANCELLED.store(true, Ordering::SeqCst));
-}
-
-/// An error once the user has asked to stop. Call it wherever something is waited for.
-pub fn check_cancelled() -> Result<()> {
-    if CANCELLED.load(Ordering::SeqCst) {
-        return Err(
-            Error::new(Exit::Interrupted, "interrupted").because("a signal asked fi-arch to stop; nothing was left behind")
-        );
-    }
-    Ok(())
-}
 
 /// One command, run in the build's folder.
 #[derive(Debug, Clone)]
@@ -108,7 +87,7 @@ pub fn run_all(jobs: &[Job], dir: &Path, logs: &Path, parallel: usize, watch: &m
         if running.is_empty() {
             break Ok(());
         }
-        if let Err(error) = check_cancelled() {
+        if let Err(error) = cancel::check() {
             break Err(error);
         }
         let mut failed = None;

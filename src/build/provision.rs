@@ -3,16 +3,20 @@
 //! pip is what a user's proxies, mirrors and certificates are already set up for. The pins lie in `arch-tables/wheels.toml`.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::str::FromStr;
-use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use pep440_rs::Version;
+use rustix::process::{Pid, Signal};
 use serde::Deserialize;
 
+use crate::cancel;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::survey::process;
@@ -191,7 +195,14 @@ impl Set {
         let file = File::options().create(true).append(true).open(&path).map_err(|e| Error::io("open", &path, e))?;
         if file.try_lock().is_err() {
             progress(&format!("waiting for another fi-arch that is fetching {}", self.title()));
-            file.lock().map_err(|e| Error::io("lock", &path, e))?;
+            loop {
+                cancel::check()?;
+                match file.try_lock() {
+                    Ok(()) => break,
+                    Err(TryLockError::WouldBlock) => std::thread::sleep(LOOK),
+                    Err(TryLockError::Error(e)) => return Err(Error::io("lock", &path, e)),
+                }
+            }
         }
         Ok(file)
     }
@@ -230,6 +241,8 @@ impl Set {
         for python in ["python3", "python"].into_iter().flat_map(process::on_path) {
             let said = match pip(&python, requirements, packages, tmp, lock, progress) {
                 Ok((true, _)) => return Ok(()),
+                // Ctrl-C reaches pip too: its failure is then no news.
+                Ok((false, _)) if cancel::is_asked() => return cancel::check(),
                 Ok((false, said)) => said,
                 Err(error) => {
                     tracing::info!("{} does not start: {error}", python.display());
@@ -304,6 +317,9 @@ impl Set {
     }
 }
 
+/// How often a wait looks whether it should end.
+const LOOK: Duration = Duration::from_millis(50);
+
 /// How a line of pip's log begins that tells of an index out of reach.
 const UNREACHABLE: &str = "Could not fetch URL";
 
@@ -361,6 +377,19 @@ fn pip(
     // pip holds the lock as its standard input: should it outlive us, the next caller waits for it.
     command.stdin(Stdio::from(lock.try_clone()?)).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn()?;
+    let pip = Pid::from_child(&child);
+    let ended = Arc::new(AtomicBool::new(false));
+    let watcher = std::thread::spawn({
+        let ended = Arc::clone(&ended);
+        move || {
+            while !ended.load(Ordering::SeqCst) {
+                if cancel::is_asked() {
+                    let _ = rustix::process::kill_process(pip, Signal::KILL);
+                }
+                std::thread::sleep(LOOK);
+            }
+        }
+    });
     let stderr = child.stderr.take().map(|mut pipe| {
         std::thread::spawn(move || {
             let mut bytes = Vec::new();
@@ -382,6 +411,9 @@ fn pip(
         said += &text;
         line.clear();
     }
+    // Before pip is reaped: until then its number is its own.
+    ended.store(true, Ordering::SeqCst);
+    let _ = watcher.join();
     let status = child.wait()?;
     if let Some(stderr) = stderr.and_then(|reader| reader.join().ok()) {
         said += &stderr;

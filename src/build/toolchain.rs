@@ -63,11 +63,12 @@ pub struct Rejected {
     pub why: String,
 }
 
+/// What a search found.
 #[derive(Debug)]
-pub enum Found {
-    Toolkit(Toolkit),
-    /// None is fit; what was looked at, in order. Empty on a machine without CUDA.
-    None(Vec<Rejected>),
+pub struct Found {
+    pub toolkit: Option<Toolkit>,
+    /// What was looked at before it and is not fit, in order. Without a toolkit: all there is.
+    pub rejected: Vec<Rejected>,
 }
 
 /// The first toolkit that is whole and that `wanted` accepts. Looked at in this order: `--toolkit` (then nothing else, and its
@@ -86,7 +87,9 @@ pub fn find(
         };
         let root = root_of(dir.as_os_str()).map_err(unfit)?;
         wanted(release(&root, memo).map_err(unfit)?.1)?;
-        return at(&root, &format!("--toolkit {}", dir.display()), memo).map(Found::Toolkit).map_err(unfit);
+        return at(&root, &format!("--toolkit {}", dir.display()), memo)
+            .map(|toolkit| Found { toolkit: Some(toolkit), rejected: Vec::new() })
+            .map_err(unfit);
     }
     Ok(first_fit(candidates(env, Path::new("/usr/local")), wanted, memo))
 }
@@ -138,14 +141,14 @@ fn first_fit(candidates: Vec<Candidate>, wanted: &dyn Fn(CudaVersion) -> Result<
                 .and_then(|()| at(&root, &origin, memo)),
         };
         match fit {
-            Ok(toolkit) => return Found::Toolkit(toolkit),
+            Ok(toolkit) => return Found { toolkit: Some(toolkit), rejected },
             Err(why) => {
                 tracing::info!("the toolkit {} ({origin}) is passed over: {why}", root.display());
                 rejected.push(Rejected { root, origin, why });
             }
         }
     }
-    Found::None(rejected)
+    Found { toolkit: None, rejected }
 }
 
 /// An error on one line.

@@ -7,8 +7,8 @@ use serde_json::json;
 
 use super::output::Output;
 use super::progress::Progress;
-use crate::build::compile;
 use crate::build::provision::Mode;
+use crate::cancel;
 use crate::error::{Error, Result};
 use crate::exit::Exit;
 use crate::overlay::Overlay;
@@ -64,7 +64,7 @@ pub struct Args {
 }
 
 pub fn run(args: Args, output: &Output) -> Result<Exit> {
-    compile::cancel_on_signals();
+    cancel::on_signals();
     let requests = requests(&args)?;
     let context = Context::open()?;
     if args.show_edits {

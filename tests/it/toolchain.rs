@@ -59,7 +59,7 @@ fn the_real_wheels_are_a_toolkit_that_links_and_compiles() {
     let toolkit = toolchain::at(&root, "test", &memo).unwrap();
     assert_eq!((toolkit.full_version.as_str(), toolkit.cudart_soname.as_str()), ("13.0.88", "libcudart.so.13"));
     assert_eq!(toolkit.cudart, root.join("lib/libcudart.so.13"));
-    assert_eq!(toolchain::link_flags(&toolkit)[1], "-l:libcudart.so.13");
+    assert_eq!(toolchain::link_flags(&toolkit, "lib")[1], "-l:libcudart.so.13");
     assert!(toolkit.tools.iter().all(|tool| tool.is_file()) && toolkit.tools.len() == 7, "{:?}", toolkit.tools);
     let host = toolchain::host_compiler(&memo).unwrap();
     let staging = tempfile::tempdir().unwrap();
@@ -159,7 +159,7 @@ fn a_toolkit_named_by_hand_is_used_or_the_error_says_why_not() {
     };
     for path in ["cuda", "cuda/bin", "cuda/bin/nvcc"] {
         let found = find(&dir.path().join(path), "120").unwrap();
-        let Found::Toolkit(Toolkit { root, .. }) = found else { panic!("{found:?}") };
+        let Some(Toolkit { root, .. }) = &found.toolkit else { panic!("{found:?}") };
         assert_eq!(root.canonicalize().unwrap(), dir.path().join("cuda").canonicalize().unwrap());
     }
     let exit = |result: Result<Found, Error>| result.map(drop).unwrap_err().exit() as u8;
@@ -183,9 +183,10 @@ fn child_find() {
         target::parse("120").and_then(|request| request.resolve(version))?;
         if refuse { Err(Error::unsupported("refused by the test")) } else { Ok(()) }
     };
-    match toolchain::find(None, None, &wanted, &memo).unwrap() {
-        Found::Toolkit(toolkit) => println!("RESULT {} from {}", toolkit.root.display(), toolkit.origin),
-        Found::None(rejected) => {
+    let found = toolchain::find(None, None, &wanted, &memo).unwrap();
+    match (found.toolkit, found.rejected) {
+        (Some(toolkit), _) => println!("RESULT {} from {}", toolkit.root.display(), toolkit.origin),
+        (None, rejected) => {
             let told: Vec<String> = rejected.iter().map(|r| format!("{}: {}", r.origin, r.why)).collect();
             println!("RESULT none; {}", told.join("; "));
         }
