@@ -113,7 +113,7 @@ pub fn compute(package: &Path, module: &Module, version: &str, options: &Options
     if !tables.recipe_is_listed(package, version)? {
         let recipe = &tables.recipe_for(package, version)?.id;
         warnings.push(format!(
-            "unlisted: the compiler flags of FlashInfer {version} are not known; those of the nearest older release are used (recipe `{recipe}`)"
+            "unlisted: the compiler flags of FlashInfer {version} are not known; those of the nearest one are used (recipe `{recipe}`)"
         ));
     }
     if options.gate_only {
@@ -219,16 +219,16 @@ impl File {
 }
 
 fn check_layout(version: &str) -> Result<()> {
-    let first = Version::from_str(FIRST_VERSION).expect("it is a version");
-    match Version::from_str(version) {
-        // A release candidate of the first version has its layout.
-        Ok(version) if version.release() < first.release() => {
-            Err(Error::unsupported(format!("FlashInfer {version} has another layout (torch bindings)"))
-                .because(format!("fi-arch knows FlashInfer from {FIRST_VERSION} on"))
-                .hint("upgrade FlashInfer, or choose one with --flashinfer VERSION"))
-        }
-        _ => Ok(()),
+    let parse = |version| Version::from_str(version).ok();
+    let Some(installed) = parse(version) else { return Ok(()) };
+    let first = parse(FIRST_VERSION).expect("it is a version");
+    // A release candidate of the first version has its layout; source trees without a number call themselves 0.0.0.
+    if installed.release() < first.release() && installed.release().iter().any(|part| *part > 0) {
+        return Err(Error::unsupported(format!("FlashInfer {version} has another layout (torch bindings)"))
+            .because(format!("fi-arch knows FlashInfer from {FIRST_VERSION} on"))
+            .hint("upgrade FlashInfer, or choose one with --flashinfer VERSION"));
     }
+    Ok(())
 }
 
 fn installed<'f>(bytes: &'f BTreeMap<&str, Vec<u8>>) -> BTreeMap<&'f str, Installed<'f>> {
@@ -411,7 +411,7 @@ mod tests {
             assert_eq!(error.exit() as u8, 4);
             assert!(error.what().contains("another layout (torch bindings)"), "{error}");
         }
-        for version in ["0.4.0", "0.4.0rc1", "0.6.16.post4", "1.0", "0.6.4+cu130", "nightly"] {
+        for version in ["0.4.0", "0.4.0rc1", "0.6.16.post4", "1.0", "0.6.4+cu130", "0.0.0+unknown", "nightly"] {
             assert!(check_layout(version).is_ok(), "{version}");
         }
     }
