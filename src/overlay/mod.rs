@@ -100,15 +100,10 @@ pub fn compute(package: &Path, module: &Module, version: &str, options: &Options
     check_not_ours(&installed, version)?;
 
     let digests = bytes.iter().map(|(path, bytes)| ((*path).to_owned(), Digest::of(bytes))).collect();
-    let release = tables.release_by_digests(&digests, version);
+    let listed = tables.release_by_digests(&digests, version).is_some();
     let mut warnings = Vec::new();
-    match release {
-        Some(release) => {
-            for fault in tables.remaining(release) {
-                tracing::debug!("stays in FlashInfer {version}: {}: {}", fault.id, fault.text);
-            }
-        }
-        None => warnings.push(unlisted(&digests, module, version)),
+    if !listed {
+        warnings.push(unlisted(&digests, module, version));
     }
     if !tables.recipe_is_listed(package, version)? {
         let recipe = &tables.recipe_for(package, version)?.id;
@@ -122,7 +117,7 @@ pub fn compute(package: &Path, module: &Module, version: &str, options: &Options
 
     let mut work: BTreeMap<&str, Work> = BTreeMap::new();
     let mut edits = Vec::new();
-    let mut added = BTreeMap::new();
+    let mut added: BTreeMap<&str, _> = BTreeMap::new();
     for id in &module.defects {
         let defect = tables.defect(id);
         for place in &defect.places {
@@ -133,7 +128,10 @@ pub fn compute(package: &Path, module: &Module, version: &str, options: &Options
             };
             if let Some(edit) = edit {
                 for header in &defect.adds {
-                    added.entry(format!("flashinfer/data/include/{header}")).or_insert_with(Vec::new).push(id.clone());
+                    let ids: &mut Vec<String> = added.entry(header).or_default();
+                    if !ids.contains(id) {
+                        ids.push(id.clone());
+                    }
                 }
                 edits.push(edit);
             }
@@ -151,20 +149,11 @@ pub fn compute(package: &Path, module: &Module, version: &str, options: &Options
             edits: work.edits,
         });
     }
-    for (path, mut edits) in added {
-        edits.dedup();
-        let installed = sites::file_in(package, &path);
-        if installed.exists() {
-            return Err(Error::unsupported(format!("{} is there already, and must not be", installed.display()))
-                .because("the overlay adds this file; what lies there was left by an earlier edit in place")
-                .hint("run `fi-arch uninstall`, or install that FlashInfer again"));
-        }
-        let header = path.strip_prefix("flashinfer/data/include/").expect("it was put there above");
-        let post = headers::text(header).as_bytes().to_vec();
-        files.push(File { path, pre: None, original: Vec::new(), post, edits });
+    for (header, edits) in added {
+        files.push(our_header(package, header, edits)?);
     }
     files.sort_by(|a, b| a.path.cmp(&b.path));
-    Ok(Overlay { files, edits, warnings, release: version.to_owned(), listed: release.is_some() })
+    Ok(Overlay { files, edits, warnings, release: version.to_owned(), listed })
 }
 
 impl Overlay {
@@ -320,6 +309,18 @@ fn cure<'p>(
     }
     work.edits.push(defect.id.clone());
     Ok(Some(edit(defect, &place.file, line, work.changes.len() - before)))
+}
+
+/// A header that the overlay adds to FlashInfer's own, for the cures `edits`.
+fn our_header(package: &Path, header: &str, edits: Vec<String>) -> Result<File> {
+    let path = format!("flashinfer/data/include/{header}");
+    let installed = sites::file_in(package, &path);
+    if installed.exists() {
+        return Err(Error::unsupported(format!("{} is there already, and must not be", installed.display()))
+            .because("the overlay adds this file; what lies there was left by an earlier edit in place")
+            .hint("run `fi-arch uninstall`, or install that FlashInfer again"));
+    }
+    Ok(File { path, pre: None, original: Vec::new(), post: headers::text(header).as_bytes().to_vec(), edits })
 }
 
 fn edit(defect: &Defect, path: &str, line: usize, sites: usize) -> Edit {
