@@ -74,9 +74,16 @@ struct Change {
     text: String,
 }
 
-/// An installed file and what is to be done to it.
+/// An installed file, read once.
+struct Installed<'f> {
+    bytes: &'f [u8],
+    /// `None` for a Python file.
+    cuda: Option<cuda::Source<'f>>,
+}
+
+/// What is to be done to a file.
+#[derive(Default)]
 struct Work {
-    original: Vec<u8>,
     changes: Vec<Change>,
     edits: Vec<String>,
 }
@@ -85,47 +92,46 @@ struct Work {
 pub fn compute(package: &Path, module: &Module, version: &str, options: &Options) -> Result<Overlay> {
     let tables = Tables::load();
     check_layout(version)?;
-    let mut work = BTreeMap::new();
+    let mut bytes = BTreeMap::new();
     for path in &module.files {
-        let original = sites::read(&sites::file_in(package, path))?;
-        work.insert(path.clone(), Work { original, changes: Vec::new(), edits: Vec::new() });
+        bytes.insert(path.as_str(), sites::read(&sites::file_in(package, path))?);
     }
-    check_not_ours(&work, version)?;
+    let installed = installed(&bytes);
+    check_not_ours(&installed, version)?;
 
-    let digests = work.iter().map(|(path, file)| (path.clone(), Digest::of(&file.original))).collect();
-    let release = tables.release_by_digests(&digests, version);
+    let digests = bytes.iter().map(|(path, bytes)| ((*path).to_owned(), Digest::of(bytes))).collect();
+    let listed = tables.release_by_digests(&digests, version).is_some();
     let mut warnings = Vec::new();
-    match release {
-        Some(release) => {
-            for fault in tables.remaining(release) {
-                tracing::debug!("stays in FlashInfer {version}: {}: {}", fault.id, fault.text);
-            }
-        }
-        None => warnings.push(unlisted(&digests, module, version)),
+    if !listed {
+        warnings.push(unlisted(&digests, module, version));
     }
     if !tables.recipe_is_listed(package, version)? {
         let recipe = &tables.recipe_for(package, version)?.id;
         warnings.push(format!(
-            "unlisted: the compiler flags of FlashInfer {version} are not known; those of the nearest older release are used (recipe `{recipe}`)"
+            "unlisted: the compiler flags of FlashInfer {version} are not known; those of the nearest one are used (recipe `{recipe}`)"
         ));
     }
     if options.gate_only {
         warnings.push("gate-only: the kernels behind the gate stay as they are, and write nothing on SM 12.x".to_owned());
     }
 
+    let mut work: BTreeMap<&str, Work> = BTreeMap::new();
     let mut edits = Vec::new();
-    let mut added = BTreeMap::new();
+    let mut added: BTreeMap<&str, _> = BTreeMap::new();
     for id in &module.defects {
         let defect = tables.defect(id);
         for place in &defect.places {
             let edit = match place {
-                Place::Gate(place) => open_gate(defect, &place.gate, package, module, &mut work)?,
+                Place::Gate(place) => open_gate(defect, &place.gate, package, module, &installed, &mut work)?,
                 Place::File(_) if options.gate_only => None,
-                Place::File(place) => cure(defect, place, version, &mut work)?,
+                Place::File(place) => cure(defect, place, version, &installed, &mut work)?,
             };
             if let Some(edit) = edit {
                 for header in &defect.adds {
-                    added.entry(format!("flashinfer/data/include/{header}")).or_insert_with(Vec::new).push(id.clone());
+                    let ids: &mut Vec<String> = added.entry(header).or_default();
+                    if !ids.contains(id) {
+                        ids.push(id.clone());
+                    }
                 }
                 edits.push(edit);
             }
@@ -133,27 +139,21 @@ pub fn compute(package: &Path, module: &Module, version: &str, options: &Options
     }
 
     let mut files = Vec::new();
-    for (path, mut file) in work {
-        if !file.changes.is_empty() {
-            let post = apply(&file.original, &mut file.changes);
-            let pre = Some(Digest::of(&file.original));
-            files.push(File { path, pre, original: file.original, post, edits: file.edits });
-        }
+    for (path, mut work) in work {
+        let original = &bytes[path];
+        files.push(File {
+            path: path.to_owned(),
+            pre: Some(Digest::of(original)),
+            original: original.clone(),
+            post: apply(original, &mut work.changes),
+            edits: work.edits,
+        });
     }
-    for (path, mut edits) in added {
-        edits.dedup();
-        let installed = sites::file_in(package, &path);
-        if installed.exists() {
-            return Err(Error::unsupported(format!("{} is there already, and must not be", installed.display()))
-                .because("the overlay adds this file; what lies there was left by an earlier edit in place")
-                .hint("run `fi-arch uninstall`, or install that FlashInfer again"));
-        }
-        let header = path.strip_prefix("flashinfer/data/include/").expect("it was put there above");
-        let post = headers::text(header).as_bytes().to_vec();
-        files.push(File { path, pre: None, original: Vec::new(), post, edits });
+    for (header, edits) in added {
+        files.push(our_header(package, header, edits)?);
     }
     files.sort_by(|a, b| a.path.cmp(&b.path));
-    Ok(Overlay { files, edits, warnings, release: version.to_owned(), listed: release.is_some() })
+    Ok(Overlay { files, edits, warnings, release: version.to_owned(), listed })
 }
 
 impl Overlay {
@@ -208,23 +208,31 @@ impl File {
 }
 
 fn check_layout(version: &str) -> Result<()> {
-    let first = Version::from_str(FIRST_VERSION).expect("it is a version");
-    match Version::from_str(version) {
-        // A release candidate of the first version has its layout.
-        Ok(version) if version.release() < first.release() => {
-            Err(Error::unsupported(format!("FlashInfer {version} has another layout (torch bindings)"))
-                .because(format!("fi-arch knows FlashInfer from {FIRST_VERSION} on"))
-                .hint("upgrade FlashInfer, or choose one with --flashinfer VERSION"))
-        }
-        _ => Ok(()),
+    let parse = |version| Version::from_str(version).ok();
+    let Some(installed) = parse(version) else { return Ok(()) };
+    let first = parse(FIRST_VERSION).expect("it is a version");
+    // A release candidate of the first version has its layout; source trees without a number call themselves 0.0.0.
+    if installed.release() < first.release() && installed.release().iter().any(|part| *part > 0) {
+        return Err(Error::unsupported(format!("FlashInfer {version} has another layout (torch bindings)"))
+            .because(format!("fi-arch knows FlashInfer from {FIRST_VERSION} on"))
+            .hint("upgrade FlashInfer, or choose one with --flashinfer VERSION"));
     }
+    Ok(())
+}
+
+fn installed<'f>(bytes: &'f BTreeMap<&str, Vec<u8>>) -> BTreeMap<&'f str, Installed<'f>> {
+    let read = |(path, bytes): (&&'f str, &'f Vec<u8>)| {
+        let cuda = path.starts_with("flashinfer/data/").then(|| cuda::Source::new(bytes));
+        (*path, Installed { bytes, cuda })
+    };
+    bytes.iter().map(read).collect()
 }
 
 /// Refuses files that bear our own edits: they would have no known form.
-fn check_not_ours(work: &BTreeMap<String, Work>, version: &str) -> Result<()> {
+fn check_not_ours(installed: &BTreeMap<&str, Installed<'_>>, version: &str) -> Result<()> {
     // Every edited header of ours includes one of our own, by this folder.
-    let is_ours = |text: &[u8]| cuda::Source::new(text).has_word("fi_arch");
-    let ours = work.iter().find(|(path, file)| path.starts_with("flashinfer/data/") && is_ours(&file.original));
+    let is_ours = |file: &Installed<'_>| file.cuda.as_ref().is_some_and(|source| source.has_word("fi_arch"));
+    let ours = installed.iter().find(|(_, file)| is_ours(file));
     match ours {
         Some((path, _)) => Err(Error::unsupported(format!("FlashInfer {version} bears fi-arch's edits already"))
             .because(format!("{path} was edited in place, so the text that the edits look for is gone"))
@@ -252,49 +260,67 @@ fn unlisted(digests: &BTreeMap<String, Digest>, module: &Module, version: &str) 
     }
 }
 
-fn open_gate(
+fn open_gate<'m>(
     defect: &Defect,
     gate: &Gate,
     package: &Path,
-    module: &Module,
-    work: &mut BTreeMap<String, Work>,
+    module: &'m Module,
+    installed: &BTreeMap<&str, Installed<'_>>,
+    work: &mut BTreeMap<&'m str, Work>,
 ) -> Result<Option<Edit>> {
-    let path = &module.generator.file;
-    let file = work.get_mut(path).expect("a module's files hold its generator: the tables' own test");
-    let found = python::gate(&file.original, &module.generator.function, gate)
+    let path = module.generator.file.as_str();
+    let found = python::gate(installed[path].bytes, &module.generator.function, gate)
         .map_err(|error| sites::at(&sites::file_in(package, path), error))?;
     // FlashInfer takes an empty list for "all".
     if found.majors.is_empty() || found.majors.contains(&gate.add) {
         return Ok(None);
     }
-    file.changes.push(Change { bytes: found.end_of_last..found.end_of_last, text: format!(", {}", gate.add) });
-    file.edits.push(defect.id.clone());
+    let work = work.entry(path).or_default();
+    work.changes.push(Change { bytes: found.end_of_last..found.end_of_last, text: format!(", {}", gate.add) });
+    work.edits.push(defect.id.clone());
     Ok(Some(edit(defect, path, found.site.line, 1)))
 }
 
-fn cure(defect: &Defect, place: &FilePlace, version: &str, work: &mut BTreeMap<String, Work>) -> Result<Option<Edit>> {
-    let file = work.get_mut(&place.file).expect("a module's files hold its defects' places: the overlay's own test");
-    let Work { original, changes, edits } = file;
-    let source = cuda::Source::new(original);
+fn cure<'p>(
+    defect: &Defect,
+    place: &'p FilePlace,
+    version: &str,
+    installed: &BTreeMap<&str, Installed<'_>>,
+    work: &mut BTreeMap<&'p str, Work>,
+) -> Result<Option<Edit>> {
+    let file = &installed[place.file.as_str()];
+    let source = file.cuda.as_ref().expect("the tables' forms are of files under flashinfer/data");
     let misfits: Vec<_> = place.forms.iter().map(|form| source.mismatches(form)).collect();
     let mut fitting = place.forms.iter().zip(&misfits).filter(|(_, misfit)| misfit.is_empty()).map(|(form, _)| form);
     let (Some(form), None) = (fitting.next(), fitting.next()) else {
         return Err(no_form(defect, place, version, &misfits));
     };
-    let before = changes.len();
+    if form.edits.is_empty() {
+        return Ok(None);
+    }
+    let work = work.entry(&place.file).or_default();
+    let before = work.changes.len();
     let mut line = usize::MAX;
     for anchor in &form.edits {
         for site in source.find(anchor) {
             line = line.min(site.line);
-            changes.push(change(anchor, &site.bytes, original));
+            work.changes.push(change(anchor, &site.bytes, file.bytes));
         }
     }
-    let sites = changes.len() - before;
-    if sites == 0 {
-        return Ok(None);
+    work.edits.push(defect.id.clone());
+    Ok(Some(edit(defect, &place.file, line, work.changes.len() - before)))
+}
+
+/// A header that the overlay adds to FlashInfer's own, for the cures `edits`.
+fn our_header(package: &Path, header: &str, edits: Vec<String>) -> Result<File> {
+    let path = format!("flashinfer/data/include/{header}");
+    let installed = sites::file_in(package, &path);
+    if installed.exists() {
+        return Err(Error::unsupported(format!("{} is there already, and must not be", installed.display()))
+            .because("the overlay adds this file; what lies there was left by an earlier edit in place")
+            .hint("run `fi-arch uninstall`, or install that FlashInfer again"));
     }
-    edits.push(defect.id.clone());
-    Ok(Some(edit(defect, &place.file, line, sites)))
+    Ok(File { path, pre: None, original: Vec::new(), post: headers::text(header).as_bytes().to_vec(), edits })
 }
 
 fn edit(defect: &Defect, path: &str, line: usize, sites: usize) -> Edit {
@@ -386,7 +412,7 @@ mod tests {
             assert_eq!(error.exit() as u8, 4);
             assert!(error.what().contains("another layout (torch bindings)"), "{error}");
         }
-        for version in ["0.4.0", "0.4.0rc1", "0.6.16.post4", "1.0", "0.6.4+cu130", "nightly"] {
+        for version in ["0.4.0", "0.4.0rc1", "0.6.16.post4", "1.0", "0.6.4+cu130", "0.0.0+unknown", "nightly"] {
             assert!(check_layout(version).is_ok(), "{version}");
         }
     }

@@ -48,6 +48,7 @@ impl<'s> Source<'s> {
     pub fn find(&self, anchor: &Anchor) -> Vec<Site> {
         let wanted_text = anchor.find.as_bytes();
         let wanted: Vec<&[u8]> = tokenize(wanted_text).iter().map(|token| &wanted_text[token.bytes.clone()]).collect();
+        let Some(head) = wanted.first() else { return Vec::new() };
         let inside = |name: &str, at: usize| {
             self.functions.iter().any(|function| function.name == name.as_bytes() && function.body.contains(&at))
         };
@@ -58,7 +59,7 @@ impl<'s> Source<'s> {
                 continue;
             }
             // `std::optional` is not found in `cuda::std::optional`.
-            if is_word(wanted[0][0]) && first > 0 && (is(first - 1, b"::") || is(first - 1, b".")) {
+            if is_word(head[0]) && first > 0 && (is(first - 1, b"::") || is(first - 1, b".")) {
                 continue;
             }
             let bytes = self.tokens[first].bytes.start..self.tokens[first + wanted.len() - 1].bytes.end;

@@ -301,7 +301,8 @@ impl Tables {
     }
 
     /// The recipe of the FlashInfer in `package` (…/flashinfer), by the digests of the files that make its flags.
-    /// With unknown ones, the recipe of the nearest older release; [`Tables::recipe_is_listed`] tells which it was.
+    /// With unknown ones, the recipe of the nearest older release (of the oldest, where none is older);
+    /// [`Tables::recipe_is_listed`] tells which of the two it is.
     pub fn recipe_for(&self, package: &Path, version: &str) -> Result<&Recipe> {
         if let Some(release) = self.release_by_digests(&recipe_digests(package)?, version) {
             return Ok(self.recipe(&release.recipe));
@@ -310,11 +311,8 @@ impl Tables {
             Error::unsupported(format!("`{version}` is no version number"))
                 .because("the files that make FlashInfer's compiler flags are none of a listed release, so its number must tell")
         })?;
-        let nearest = self.releases.iter().filter(|release| release.version <= wanted).max_by_key(|release| &release.version);
-        let release = nearest.ok_or_else(|| {
-            Error::unsupported(format!("FlashInfer {version} is older than any release that fi-arch knows"))
-                .because(format!("known: {}", self.known_releases()))
-        })?;
+        let older = self.releases.iter().filter(|release| release.version <= wanted).max_by_key(|release| &release.version);
+        let release = older.or(self.releases.first()).expect("the table of releases is not empty");
         tracing::warn!("the compiler flags of FlashInfer {version} are not listed; those of {} are used", release.version);
         Ok(self.recipe(&release.recipe))
     }

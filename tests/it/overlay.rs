@@ -333,10 +333,11 @@ fn an_unlisted_release_with_every_anchor_in_place_is_handled_with_a_warning() {
     assert_eq!(edits(&overlay), edits(&overlay_of("0.6.4")));
     assert!(overlay.warnings.iter().all(|warning| warning.starts_with("unlisted: ")), "{:?}", overlay.warnings);
     assert!(overlay.warnings[1].contains("recipe `plain`"), "{:?}", overlay.warnings);
-    // The recipe of the nearest older release, and none for one that is older than all.
+    // The recipe of the nearest older release; of the oldest, for one that is older than all.
     let recipe = |version: &str| Tables::load().recipe_for(&copy.path().join("flashinfer"), version);
     assert_eq!(recipe("0.6.17").unwrap().id, "vendored-cccl");
-    assert_eq!(recipe("0.4.1").unwrap_err().exit() as u8, 4);
+    assert_eq!(recipe("0.4.1").unwrap().id, "plain");
+    assert_eq!(recipe("nightly").unwrap_err().exit() as u8, 4);
 }
 
 #[test]
