@@ -1,5 +1,6 @@
 //! `fi-arch inspect`.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
@@ -105,8 +106,14 @@ impl Report<'_> {
             1 => text.push_str(", 1 image\n"),
             count => _ = writeln!(text, ", {count} images"),
         }
-        for image in &inventory.images {
-            image_text(&mut text, image, list);
+        // Large libraries hold hundreds of images that the linker left empty.
+        let (full, empty): (Vec<_>, Vec<_>) =
+            inventory.images.iter().partition(|image| !image.kernels.is_empty() || !image.ptx_entries.is_empty());
+        full.iter().for_each(|image| image_text(&mut text, image, list));
+        if !empty.is_empty() {
+            let targets: BTreeSet<_> = empty.iter().map(|image| image.target.as_str()).collect();
+            let targets = targets.into_iter().collect::<Vec<_>>().join(", ");
+            let _ = writeln!(text, "  {} without kernels ({targets})", count(empty.len(), "image"));
         }
         linkage_text(&mut text, inventory);
         if let (Some(comparison), Some(other)) = (&self.comparison, against) {

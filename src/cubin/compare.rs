@@ -8,7 +8,7 @@ use crate::digest::Digest;
 /// How one file differs from another.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Comparison {
-    /// Kernels and code that are in both and the same.
+    /// How many kernels are in both and the same.
     pub equal: usize,
     pub differences: Vec<Difference>,
 }
@@ -19,12 +19,12 @@ impl Comparison {
     }
 }
 
-/// One kernel (or PTX text, named by nothing) for one target that is not the same in both files.
+/// One kernel, or one image, for one target that is not the same in both files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Difference {
     pub target: String,
     pub kind: Kind,
-    /// The kernel, or empty where the whole image is meant.
+    /// Empty where a whole image is meant: other code than machine code, or all the machine code for a target.
     pub kernel: String,
     pub what: What,
 }
@@ -66,13 +66,10 @@ pub fn compare(this: &Inventory, other: &Inventory) -> Comparison {
             what,
         }));
     });
-    let (these, others) = (texts(this), texts(other));
+    let (these, others) = (images(this), images(other));
     pairs(&these, &others, |(target, kind), this, other| {
         let what = match (this, other) {
-            (Some(this), Some(other)) if this == other => {
-                result.equal += 1;
-                return;
-            }
+            (Some(this), Some(other)) if this == other => return,
             (Some(_), Some(_)) => What::Code,
             (Some(_), None) => What::Added,
             _ => What::Missing,
@@ -82,6 +79,7 @@ pub fn compare(this: &Inventory, other: &Inventory) -> Comparison {
     result
 }
 
+/// Adds what differs between two kernels of one name.
 fn differences(this: &Kernel, other: &Kernel, whats: &mut Vec<What>) {
     let resources = |kernel: &Kernel| [kernel.registers.into(), kernel.shared_bytes, kernel.stack_bytes];
     if this.code != other.code {
@@ -97,6 +95,7 @@ fn differences(this: &Kernel, other: &Kernel, whats: &mut Vec<What>) {
     }
 }
 
+/// The kernels by target and name.
 fn kernels(inventory: &Inventory) -> BTreeMap<(&str, &str), Vec<&Kernel>> {
     let mut found: BTreeMap<_, Vec<&Kernel>> = BTreeMap::new();
     for image in &inventory.images {
@@ -108,12 +107,16 @@ fn kernels(inventory: &Inventory) -> BTreeMap<(&str, &str), Vec<&Kernel>> {
     found
 }
 
-fn texts(inventory: &Inventory) -> BTreeMap<(&str, Kind), Vec<Digest>> {
-    let mut found: BTreeMap<_, Vec<Digest>> = BTreeMap::new();
+/// The digests of all that is not machine code. Machine code stands here once a target, so that a target without kernels counts too.
+fn images(inventory: &Inventory) -> BTreeMap<(&str, Kind), Vec<Option<Digest>>> {
+    let mut found: BTreeMap<_, Vec<_>> = BTreeMap::new();
     for image in &inventory.images {
-        found.entry((image.target.as_str(), image.kind)).or_default().extend(image.digest);
+        let digests = found.entry((image.target.as_str(), image.kind)).or_default();
+        if image.digest.is_some() || digests.is_empty() {
+            digests.push(image.digest);
+        }
     }
-    found.values_mut().for_each(|copies| copies.sort());
+    found.values_mut().for_each(|digests| digests.sort());
     found
 }
 
@@ -127,5 +130,40 @@ fn pairs<K: Ord, V>(these: &BTreeMap<K, Vec<V>>, others: &BTreeMap<K, Vec<V>>, m
     }
     for (key, other) in others.iter().filter(|(key, _)| !these.contains_key(key)) {
         other.iter().for_each(|other| each(key, None, Some(other)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Codec, Format, Image};
+    use super::*;
+
+    fn image(target: &str, digest: Option<Digest>) -> Image {
+        Image {
+            target: target.to_owned(),
+            kind: if digest.is_some() { Kind::Ptx } else { Kind::Sass },
+            codec: Codec::Raw,
+            fatbin: 0,
+            toolkit: None,
+            stored_bytes: 0,
+            bytes: 0,
+            kernels: Vec::new(),
+            ptx_entries: Vec::new(),
+            digest,
+        }
+    }
+
+    fn file(images: Vec<Image>) -> Inventory {
+        Inventory { format: Format::Fatbin, images, registered: Default::default(), linkage: None }
+    }
+
+    #[test]
+    fn a_target_without_kernels_and_other_ptx_are_differences() {
+        let a = file(vec![image("sm_75", None), image("compute_75", Some(Digest::of(b"a")))]);
+        let b = file(vec![image("sm_80", None), image("compute_75", Some(Digest::of(b"b")))]);
+        assert!(compare(&a, &a).is_equal());
+        let found: Vec<_> = compare(&a, &b).differences.into_iter().map(|d| (d.target, d.what)).collect();
+        let expected = [("compute_75", What::Code), ("sm_75", What::Added), ("sm_80", What::Missing)];
+        assert_eq!(found, expected.map(|(target, what)| (target.to_owned(), what)));
     }
 }

@@ -1,8 +1,10 @@
 //! The container: a header of 16 bytes, then entries, each a header and a payload for one target.
 
+use std::fmt;
+
 use rayon::prelude::*;
 
-use super::bytes::{u16_at, u32_at, u64_at};
+use super::bytes::{Buffer, u16_at, u32_at, u64_at};
 use super::{Codec, Image, Kind, fault, image};
 use crate::digest::Digest;
 use crate::error::{Error, Result};
@@ -168,32 +170,26 @@ impl Entry<'_> {
         format!("the {} entry for SM {} at offset {:#x} of fat binary {}", self.kind, self.sm, self.at, self.fatbin)
     }
 
-    /// The payload after decompression.
-    fn content(&self) -> Result<std::borrow::Cow<'_, [u8]>> {
+    /// The payload after decompression. The size was checked against limits; the machine may still not have so much.
+    fn unpacked(&self) -> Result<Buffer> {
         let size = usize::try_from(self.size).map_err(|_| fault(format!("{} bytes are too many", self.size)))?;
-        let mut content = Vec::new();
-        if self.codec != Codec::Raw {
-            // The size was checked against limits; the machine may still not have so much.
-            content.try_reserve_exact(size).map_err(|e| Error::machine(format!("no memory for {size} bytes")).because(e))?;
-        }
-        let wrong = |codec: &str, why: &dyn std::fmt::Display| fault(format!("its {codec} data is damaged")).because(why);
+        let mut buffer = Buffer::zeroed(size).map_err(|e| Error::machine(format!("no memory for {size} bytes")).because(e))?;
+        let wrong = |codec: &str, why: &dyn fmt::Display| fault(format!("its {codec} data is damaged")).because(why);
         let got = match self.codec {
-            Codec::Raw => return Ok(self.payload.into()),
+            Codec::Raw => 0,
             Codec::Zstd => zstd::bulk::Decompressor::new()
-                .and_then(|mut zstd| zstd.decompress_to_buffer(self.payload, &mut content))
+                .and_then(|mut zstd| zstd.decompress_to_buffer(self.payload, &mut buffer[..]))
                 .map_err(|e| wrong("zstd", &e))?,
-            Codec::Lz4 => {
-                content.resize(size, 0);
-                lz4_flex::block::decompress_into(self.payload, &mut content).map_err(|e| wrong("LZ4", &e))?
-            }
+            Codec::Lz4 => lz4_flex::block::decompress_into(self.payload, &mut buffer).map_err(|e| wrong("LZ4", &e))?,
         };
         if got != size {
             return Err(fault(format!("it unpacks to {got} bytes and not to {size}, as its header says")));
         }
-        Ok(content.into())
+        Ok(buffer)
     }
 }
 
+/// The image that an entry holds.
 fn one_image(entry: &Entry<'_>) -> Result<Image> {
     let mut image = Image {
         target: format!("compute_{}{}", entry.sm, entry.suffix),
@@ -207,22 +203,24 @@ fn one_image(entry: &Entry<'_>) -> Result<Image> {
         ptx_entries: Vec::new(),
         digest: None,
     };
+    // The codecs of other kinds differ from what their flags say; nothing in those is code yet.
+    let unpacks = entry.codec != Codec::Raw && matches!(entry.kind, Kind::Sass | Kind::Ptx);
+    let unpacked = unpacks.then(|| entry.unpacked()).transpose()?;
+    let content = unpacked.as_deref().unwrap_or(entry.payload);
     match entry.kind {
         Kind::Sass => {
-            let cubin = image::parse(&entry.content()?, Some((entry.sm, entry.suffix)))?;
+            let cubin = image::parse(content, Some((entry.sm, entry.suffix)))?;
             image.target = cubin.target;
             image.toolkit = cubin.toolkit;
             image.kernels = cubin.kernels;
         }
         Kind::Ptx => {
-            let content = entry.content()?;
             // Raw PTX is padded with zeros.
             let text = &content[..content.iter().rposition(|&byte| byte != 0).map_or(0, |last| last + 1)];
             image.ptx_entries = ptx_entries(text);
             image.digest = Some(Digest::of(text));
         }
-        // The codecs of these differ from what their flags say; nothing in them is code yet.
-        Kind::LtoIr | Kind::Other(_) => image.digest = Some(Digest::of(entry.payload)),
+        Kind::LtoIr | Kind::Other(_) => image.digest = Some(Digest::of(content)),
     }
     Ok(image)
 }

@@ -156,3 +156,15 @@ fn noise_behind_a_right_beginning_never_panics() {
         }
     }
 }
+
+#[test]
+fn bytes_may_lie_at_any_address() {
+    for whole in [FATBIN, OBJECT, cubin()] {
+        let expected = read_bytes(whole).unwrap().images.iter().map(|image| image.kernels.clone()).collect::<Vec<_>>();
+        for shift in 1..8 {
+            let shifted = [&[0; 8][..shift], whole].concat();
+            let found = read_bytes(&shifted[shift..]).unwrap();
+            assert!(found.images.iter().map(|image| &image.kernels).eq(&expected), "shifted by {shift}");
+        }
+    }
+}
