@@ -34,8 +34,8 @@ pub struct Owner {
 /// One reason why an artifact is refused.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Fault {
-    /// Stable, for scripts: `no-code`, `wrong-target`, `ptx`, `missing-kernel`, `unregistered-kernel`, `hollow-kernel`,
-    /// `missing-marks`, `missing-export`, `no-linkage`, `no-owner`.
+    /// Stable, for scripts: `no-code`, `wrong-target`, `ptx`, `unknown-code`, `missing-kernel`, `unregistered-kernel`,
+    /// `hollow-kernel`, `opaque-kernel`, `missing-marks`, `missing-export`, `no-linkage`, `no-owner`.
     pub code: &'static str,
     pub message: String,
     /// What it concerns: kernels or symbols, by name.
@@ -83,6 +83,16 @@ pub fn judge(inventory: &Inventory, expected: &Expectation) -> Verdict {
         fault("ptx", format!("PTX for {}, which a driver would compile unproven", names.join(", ")), names);
     }
 
+    let unknown: BTreeSet<String> = wrong
+        .iter()
+        .filter(|i| !matches!(i.kind, Kind::Sass | Kind::Ptx))
+        .map(|i| format!("{} for {}", i.kind, i.target))
+        .collect();
+    if !unknown.is_empty() {
+        let names: Vec<_> = unknown.into_iter().collect();
+        fault("unknown-code", format!("code that cannot be judged: {}", names.join(", ")), names);
+    }
+
     let kernels: Vec<&Kernel> = right.iter().flat_map(|image| &image.kernels).collect();
     if kernels.is_empty() {
         fault("no-code", format!("no kernel for {wanted}"), Vec::new());
@@ -104,6 +114,12 @@ pub fn judge(inventory: &Inventory, expected: &Expectation) -> Verdict {
     if !hollow.is_empty() {
         let message = format!("{} of {} kernels are hollow: they run and write nothing", hollow.len(), kernels.len());
         fault("hollow-kernel", message, hollow.clone());
+    }
+
+    let opaque: Vec<String> = kernels.iter().filter(|k| k.opaque).map(|k| k.name.clone()).collect();
+    if !opaque.is_empty() {
+        let message = format!("{} kernels call code that is not here, so that nothing is proven of them", opaque.len());
+        fault("opaque-kernel", message, opaque);
     }
 
     let plain = |kernel: &Kernel| expected.launched_plainly.iter().any(|part| kernel.name.contains(part.as_str()));

@@ -4,6 +4,7 @@
 
 mod build;
 mod inspect;
+mod judge;
 mod overlay;
 mod provision;
 mod store;
