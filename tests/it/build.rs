@@ -41,7 +41,7 @@ fn trtllm_comm_is_built_proven_and_answered_from_the_store() {
     assert_eq!(built["target"], "sm_120f");
     assert_eq!(built["cache"], "miss");
     assert_eq!(built["hollow"], 0);
-    assert_eq!(built["min_driver"], "580.65.06");
+    assert_eq!(built["min_driver"], "580");
     assert_eq!(
         built["edits"],
         serde_json::json!(["gate", "hollow-kernels", "dependency-marks", "pointer-stride", "cluster-size"])
@@ -101,8 +101,6 @@ fn only_a_changed_content_is_a_miss() {
     assert_eq!((&build(&moved)["cache"], &build(&moved)["key"]), (&"hit".into(), &first["key"]));
 
     // A header that would now be read in place of another is a miss, although no file that was read has changed.
-    let shadowing = moved.join("flashinfer/data/include/tvm/ffi/c_api.h");
-    fs::create_dir_all(shadowing.parent().unwrap()).unwrap();
     let real = first_match(&sandbox.home().join("wheels"), "tvm_ffi/include/tvm/ffi/c_api.h");
     let earlier = moved.join("flashinfer/data/include/flashinfer/comm/tvm/ffi/c_api.h");
     fs::create_dir_all(earlier.parent().unwrap()).unwrap();
