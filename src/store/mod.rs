@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! FI_ARCH_HOME/store/v1/
-//!   artifacts/<key>/          an entry: the artifact and its manifest.json, read-only
+//!   artifacts/<key>/          an entry: the artifact, its manifest.json and its inputs.json, read-only
 //!   closures/<request>.json   the files that compiles of a request have read
 //!   locks/                    kernel locks; the files mean nothing by themselves
 //!   staging/                  private folders of living builders
@@ -19,6 +19,7 @@
 
 mod closure;
 mod entry;
+mod inputs;
 mod key;
 mod lock;
 mod manifest;
@@ -37,10 +38,11 @@ pub use crate::build::closure::Located;
 pub use closure::Closure;
 use entry::Fault;
 pub use entry::{Entry, EntrySummary};
+pub use inputs::{Field, Fields, Input, Inputs, Value};
 pub use key::{Key, KeyBuilder};
 pub use lock::Lock;
 pub use manifest::{
-    ArtifactRecord, EditRecord, FORMAT as MANIFEST_FORMAT, Manifest, VerdictRecord, seal as seal_manifest, timestamp,
+    EditRecord, FORMAT as MANIFEST_FORMAT, FileRecord, Manifest, VerdictRecord, seal as seal_manifest, timestamp,
 };
 pub use staging::Staging;
 
@@ -95,9 +97,13 @@ impl Store {
         }
     }
 
-    /// The entry of `key`, its artifact read anew; or what is wrong with it. Moves nothing.
+    /// The entry of `key`, all its files read anew; or what is wrong with it. Moves nothing.
     pub fn check(&self, key: &Key) -> Result<Entry, String> {
-        Entry::check(&self.artifact_dir(key), key, Digest::of_file).map_err(Fault::reason)
+        let entry = Entry::check(&self.artifact_dir(key), key, Digest::of_file).map_err(Fault::reason)?;
+        if entry.manifest.inputs.is_some() && entry.inputs().is_none() {
+            return Err("its list of inputs is not the one that was published".into());
+        }
+        Ok(entry)
     }
 
     /// Everything in the store, newest first, then what is broken. Artifacts are not read; [`check`](Self::check) does.

@@ -16,7 +16,7 @@ use fi_arch::digest::Digest;
 use fi_arch::error::Result;
 use fi_arch::memo::Memo;
 use fi_arch::store::{
-    ArtifactRecord, EditRecord, Entry, Key, KeyBuilder, MANIFEST_FORMAT, Manifest, Store, VerdictRecord, seal_manifest, timestamp,
+    EditRecord, Entry, FileRecord, Key, KeyBuilder, MANIFEST_FORMAT, Manifest, Store, VerdictRecord, seal_manifest, timestamp,
 };
 use serde_json::Value;
 
@@ -38,7 +38,7 @@ fn manifest(key: Key, content: &[u8]) -> Manifest {
         target: "sm_120f".into(),
         flashinfer: "0.6.14".into(),
         tvm_ffi: "0.1.9".into(),
-        artifact: ArtifactRecord { file, sha256: Digest::of(content), bytes: content.len() as u64 },
+        artifact: FileRecord { file, sha256: Digest::of(content), bytes: content.len() as u64 },
         nvcc: "release 13.0, V13.0.88".into(),
         host_compiler: "g++ 13.3.0".into(),
         flags: vec!["-O3".into()],
@@ -61,6 +61,7 @@ fn manifest(key: Key, content: &[u8]) -> Manifest {
             glibc_floor: None,
             libstdcxx_floor: None,
         },
+        inputs: None,
         min_driver: None,
         created: timestamp(),
         fi_arch: "0.1.0".into(),
@@ -73,7 +74,7 @@ fn publish(store: &Store, key: Key, content: &[u8]) -> Result<Entry> {
     let staging = store.staging()?;
     let artifact = staging.path().join("built.so");
     fs::write(&artifact, content).unwrap();
-    store.publish(&key, &artifact, &manifest(key, content))
+    store.publish(&key, &artifact, &manifest(key, content), None)
 }
 
 /// A store in a folder of its own, with one entry, `key("a")`.
@@ -242,7 +243,7 @@ fn an_artifact_that_changed_after_it_was_judged_is_not_published() {
     let staging = store.staging().unwrap();
     let artifact = staging.path().join("built.so");
     fs::write(&artifact, "changed").unwrap();
-    let error = store.publish(&key("a"), &artifact, &manifest(key("a"), CONTENT)).unwrap_err();
+    let error = store.publish(&key("a"), &artifact, &manifest(key("a"), CONTENT), None).unwrap_err();
     assert_eq!(error.exit() as u8, 5);
     assert!(store.entries().unwrap().is_empty());
 }
@@ -606,11 +607,11 @@ fn a_builder_of_its_own() {
             let mut file = File::create(&filler).unwrap();
             while file.write_all(&[0; 4096]).is_ok() {}
             drop(file);
-            say_error(store.publish(&key("a"), &artifact, &manifest(key("a"), CONTENT)).unwrap_err());
+            say_error(store.publish(&key("a"), &artifact, &manifest(key("a"), CONTENT), None).unwrap_err());
             say(&format!("{} entries", store.entries().unwrap().len()));
             assert_eq!(fs::read_dir(staging.path()).unwrap().count(), 1, "no half entry takes room, and the artifact stays");
             fs::remove_file(filler).unwrap();
-            store.publish(&key("a"), &artifact, &manifest(key("a"), CONTENT)).unwrap();
+            store.publish(&key("a"), &artifact, &manifest(key("a"), CONTENT), None).unwrap();
             say("published after room was made");
         }
         other => panic!("no role {other}"),
