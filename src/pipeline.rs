@@ -1,5 +1,9 @@
 //! The one place that knows build, judge and store: survey, plan, look up, lock, compile, judge, publish.
 
+mod bundle;
+mod explain;
+mod gc;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -28,6 +32,10 @@ use crate::survey::{self, Environment, FlashInfer, TvmFfi};
 use crate::tables::{self, DependencyMarks, Module, Recipe, Tables};
 use crate::target::{self, CudaVersion, Target};
 
+pub use bundle::{Exported, Imported, export, import, open as open_bundle};
+pub use explain::{Change, Explanation};
+pub use gc::{Freed, gc};
+
 /// The version of the way in which builds are done, beyond what commands and contents say. Part of every key.
 const PLAN_FORMAT: &str = "fi-arch plan 1";
 
@@ -42,6 +50,8 @@ pub struct Request {
     pub toolkit: Option<PathBuf>,
     pub jobs: Option<usize>,
     pub mode: Mode,
+    /// Say why the store's answer is what it is.
+    pub explain: bool,
     /// The gate edit alone. Shows what a one-line edit gives; the judge refuses it.
     pub gate_only: bool,
 }
@@ -88,6 +98,8 @@ pub struct Built {
     pub entry: Entry,
     /// Was it in the store already (whoever put it there)?
     pub hit: bool,
+    /// Where the request asked for one.
+    pub explanation: Option<Explanation>,
 }
 
 /// The folders and memory that one process works with.
@@ -110,10 +122,13 @@ pub fn build(request: &Request, context: &Context, observe: Observer) -> Result<
     let started = Instant::now();
     let prepared = prepare(request, context, observe)?;
     let store = Store::open(&context.home)?;
+    let why = |hit: Option<&Entry>| request.explain.then(|| explain::explain(&prepared, &store, hit, &context.memo));
     if let Some(entry) = look_up(&prepared, &store, &context.memo) {
+        let explanation = why(Some(&entry));
         context.memo.save();
-        return Ok(Built { prepared, entry, hit: true });
+        return Ok(Built { prepared, entry, hit: true, explanation });
     }
+    let explanation = why(None);
     context.memo.save();
 
     let mut told = false;
@@ -125,8 +140,9 @@ pub fn build(request: &Request, context: &Context, observe: Observer) -> Result<
         cancel::check()
     })?;
     if let Some(entry) = look_up(&prepared, &store, &context.memo) {
+        let explanation = why(Some(&entry));
         context.memo.save();
-        return Ok(Built { prepared, entry, hit: true });
+        return Ok(Built { prepared, entry, hit: true, explanation });
     }
 
     let staging = store.staging()?;
@@ -138,7 +154,7 @@ pub fn build(request: &Request, context: &Context, observe: Observer) -> Result<
         Err(error) => return Err(keep_logs(error, &prepared, &dir, &context.home)),
     };
     context.memo.save();
-    Ok(Built { prepared, entry, hit: false })
+    Ok(Built { prepared, entry, hit: false, explanation })
 }
 
 /// What a build stands on: FlashInfer, found on this machine or fetched, and the environment that it was found in.
@@ -222,6 +238,8 @@ pub struct Planned {
     pub plan: Plan,
     pub request: Key,
     pub entry: Option<Entry>,
+    /// Where the request asked for one.
+    pub explanation: Option<Explanation>,
 }
 
 /// Plans and looks up, compiles nothing. FlashInfer's own wheel is fetched where it is missing: without it nothing is known.
@@ -253,9 +271,17 @@ pub fn dry_run(request: &Request, context: &Context, observe: Observer) -> Resul
     let prepared = prepare_on(ground, overlay, module, &offline, context, observe)?;
     let store = Store::open(&context.home)?;
     let entry = look_up(&prepared, &store, &context.memo);
+    let explanation = offline.explain.then(|| explain::explain(&prepared, &store, entry.as_ref(), &context.memo));
     context.memo.save();
     let Prepared { flashinfer, overlay, plan, request, min_driver, .. } = prepared;
-    Ok(DryRun { flashinfer, overlay, target, min_driver, planned: Some(Planned { plan, request, entry }), would_fetch })
+    Ok(DryRun {
+        flashinfer,
+        overlay,
+        target,
+        min_driver,
+        planned: Some(Planned { plan, request, entry, explanation }),
+        would_fetch,
+    })
 }
 
 fn wanted(request: &Request) -> impl Fn(CudaVersion) -> Result<()> + use<> {
@@ -648,17 +674,7 @@ fn manifest(
         host_compiler: prepared.host.version.clone(),
         flags,
         edits: edits.collect(),
-        verdict: VerdictRecord {
-            verdict: verdict.word().to_owned(),
-            kernels: verdict.kernels,
-            hollow: verdict.hollow,
-            with_dependency_marks: verdict.with_dependency_marks,
-            need_no_marks: verdict.need_no_marks,
-            needed: linkage.needed.clone(),
-            exports: linkage.exports.iter().map(|s| s.name.clone()).filter(|n| n.starts_with("__tvm_ffi_")).collect(),
-            glibc_floor: linkage.glibc_floor.clone(),
-            libstdcxx_floor: linkage.libstdcxx_floor.clone(),
-        },
+        verdict: verdict_record(verdict, linkage),
         min_driver: prepared.min_driver.map(str::to_owned),
         inputs: None,
         created: store::timestamp(),
@@ -666,6 +682,21 @@ fn manifest(
         elapsed_s: started.elapsed().as_secs_f64(),
         test_only: request.gate_only,
     })
+}
+
+/// What a manifest keeps of a verdict.
+fn verdict_record(verdict: &Verdict, linkage: &cubin::Linkage) -> VerdictRecord {
+    VerdictRecord {
+        verdict: verdict.word().to_owned(),
+        kernels: verdict.kernels,
+        hollow: verdict.hollow,
+        with_dependency_marks: verdict.with_dependency_marks,
+        need_no_marks: verdict.need_no_marks,
+        needed: linkage.needed.clone(),
+        exports: linkage.exports.iter().map(|s| s.name.clone()).filter(|n| n.starts_with("__tvm_ffi_")).collect(),
+        glibc_floor: linkage.glibc_floor.clone(),
+        libstdcxx_floor: linkage.libstdcxx_floor.clone(),
+    }
 }
 
 /// Keeps the full output of a failed build under `home/logs` and names it in the error.

@@ -2,6 +2,7 @@
 
 mod build;
 mod cache;
+mod explain;
 mod inspect;
 mod output;
 mod progress;

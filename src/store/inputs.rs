@@ -53,6 +53,11 @@ impl Fields {
         self
     }
 
+    /// The kind and version of the key that they make.
+    pub fn format(&self) -> &str {
+        &self.format
+    }
+
     pub fn key(&self) -> Key {
         let mut key = KeyBuilder::new(&self.format);
         for field in &self.fields {
@@ -102,6 +107,11 @@ impl Inputs {
             key.digest(&format!("file {name}"), digest);
         }
         key.finish()
+    }
+
+    /// As they stand on disk.
+    pub fn to_text(&self) -> String {
+        serde_json::to_string_pretty(self).expect("inputs are always JSON") + "\n"
     }
 
     /// The files without their contents, as the store remembers them.

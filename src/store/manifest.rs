@@ -100,13 +100,18 @@ pub fn seal(mut manifest: Value) -> String {
 
 /// The manifest in a sealed text, or what is wrong with it. Fields of newer releases are covered by the checksum too.
 pub fn unseal(text: &[u8]) -> Result<Manifest, String> {
+    serde_json::from_value(unseal_value(text)?).map_err(|error| error.to_string())
+}
+
+/// The object in a sealed text, or what is wrong with it.
+pub fn unseal_value(text: &[u8]) -> Result<Value, String> {
     let mut value: Value = serde_json::from_slice(text).map_err(|error| error.to_string())?;
     let said = value.as_object_mut().and_then(|object| object.shift_remove(CHECKSUM)).ok_or("it has no checksum")?;
     let found = Digest::of(pretty(&value).as_bytes()).to_string();
     if said != found {
         return Err("it was altered: its checksum differs".into());
     }
-    serde_json::from_value(value).map_err(|error| error.to_string())
+    Ok(value)
 }
 
 fn pretty(value: &Value) -> String {

@@ -17,8 +17,10 @@
 //!   fi-arch only ever touches the folder of its own version: old and new run side by side, and nothing is migrated.
 //! - What goes into a key is no such change: another key is another entry.
 
+mod bundle;
 mod closure;
 mod entry;
+mod gc;
 mod inputs;
 mod key;
 mod lock;
@@ -35,9 +37,11 @@ use crate::error::{Error, Result};
 use crate::memo::Memo;
 
 pub use crate::build::closure::Located;
+pub use bundle::{Bundle, FORMAT as BUNDLE_FORMAT, OverlayFile, staged_beside};
 pub use closure::Closure;
 use entry::Fault;
 pub use entry::{Entry, EntrySummary};
+pub use gc::{Held, Kept, Limits, Removed, Report, YOUNG, held};
 pub use inputs::{Field, Fields, Input, Inputs, Value};
 pub use key::{Key, KeyBuilder};
 pub use lock::Lock;
@@ -83,7 +87,14 @@ impl Store {
     /// The entry of `key`, if it is there and sound. One that is not what was published is moved aside, with a warning.
     /// `memo` saves reading an artifact that has not changed since it was last read.
     pub fn lookup(&self, key: &Key, memo: &Memo) -> Option<Entry> {
-        match Entry::check(&self.artifact_dir(key), key, |file| memo.digest(file)) {
+        let dir = self.artifact_dir(key);
+        let found = {
+            // Marked before it is looked at, so that it is either absent or stays for the next hour.
+            let _looking = self.looking();
+            gc::mark_used(&dir);
+            Entry::check(&dir, key, |file| memo.digest(file))
+        };
+        match found {
             Ok(entry) => Some(entry),
             Err(Fault::Absent) => None,
             Err(Fault::Unreadable(reason)) => {

@@ -9,7 +9,7 @@ use super::entry::{Entry, Fault, is_plain_name};
 use super::inputs::{self, Inputs};
 use super::key::Key;
 use super::manifest::{self, FileRecord, Manifest};
-use super::{Store, staging};
+use super::{Store, gc, staging};
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 
@@ -23,7 +23,7 @@ impl Store {
         assert!(artifact.starts_with(self.root.join("staging")), "only what lies in a staging is published");
         assert_eq!((manifest.format, &manifest.key), (manifest::FORMAT, key), "a manifest speaks of its own entry");
         assert!(is_plain_name(&manifest.artifact.file), "an artifact has a plain file name");
-        let inputs = inputs.map(|inputs| serde_json::to_string_pretty(inputs).expect("inputs are always JSON") + "\n");
+        let inputs = inputs.map(Inputs::to_text);
         let record = inputs.as_ref().map(|text| FileRecord {
             file: inputs::FILE.to_owned(),
             sha256: Digest::of(text.as_bytes()),
@@ -46,7 +46,12 @@ impl Store {
                 return Ok(own(key, place, manifest));
             };
             // Also after an error that a network filesystem reports for a rename that it has done.
-            match Entry::check(&place, key, Digest::of_file) {
+            let theirs = {
+                let _looking = self.looking();
+                gc::mark_used(&place);
+                Entry::check(&place, key, Digest::of_file)
+            };
+            match theirs {
                 Ok(theirs) => return Ok(theirs),
                 Err(_) if !is_taken(&error) => return Err(Error::io("publish", &place, error)),
                 Err(Fault::Altered(reason)) if self.set_aside(key, &reason) => {}
