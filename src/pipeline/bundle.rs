@@ -50,7 +50,10 @@ pub fn import(paths: &[&Path], home: &Path) -> Result<Vec<Imported>> {
 /// every undefined symbol has an owner was proven where it was built.
 pub fn open(path: &Path) -> Result<Bundle> {
     let bundle = Bundle::open(path)?;
-    judge(&bundle).map_err(|error| error.within(format!("{} is not used", path.display())))?;
+    judge(&bundle).map_err(|error| {
+        let error = error.within(format!("{} is not used", path.display()));
+        if error.hints().is_empty() { error.hint("take the bundle from where it was made, or build here") } else { error }
+    })?;
     Ok(bundle)
 }
 
@@ -98,7 +101,7 @@ fn judge(bundle: &Bundle) -> Result<()> {
             error = error.because(format!("{name}: the manifest says {}, and it has {found}", pairs[0][name]));
         }
     }
-    Err(error.hint("take the bundle from where it was made, or build here"))
+    Err(error)
 }
 
 fn target(text: &str) -> Result<Target> {
