@@ -342,6 +342,27 @@ mod tests {
     use super::*;
 
     #[test]
+    fn an_entry_that_is_being_handed_out_is_not_taken_away_between_the_look_and_the_mark() {
+        let home = tempfile::tempdir().unwrap();
+        let store = Store::open(home.path()).unwrap();
+        let key = super::super::KeyBuilder::new("test").finish();
+        let dir = store.artifact_dir(&key);
+        fs::create_dir(&dir).unwrap();
+        File::open(&dir).unwrap().set_modified(SystemTime::now() - 2 * YOUNG).unwrap();
+        let looking = store.looking().unwrap();
+        std::thread::scope(|scope| {
+            let limits = Limits { older_than: Some(YOUNG), ..Limits::default() };
+            let gc = scope.spawn(|| store.gc(&limits, &Held::default()).unwrap());
+            std::thread::sleep(Duration::from_millis(100));
+            assert!(dir.is_dir(), "gc waits for those who look");
+            mark_used(&dir);
+            drop(looking);
+            assert_eq!(gc.join().unwrap().kept.len(), 1);
+        });
+        assert!(dir.is_dir());
+    }
+
+    #[test]
     fn what_a_process_holds_is_known_by_the_end_of_its_path() {
         let key = "ab".repeat(32);
         let mut held = Held::default();

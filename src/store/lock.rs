@@ -110,6 +110,28 @@ mod tests {
     }
 
     #[test]
+    fn no_two_hold_one_lock_though_its_file_was_removed_while_one_waited() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x.lock");
+        let mut first = Some(Lock::wait(&path, &mut |_| panic!("nobody holds it")).unwrap());
+        let mut second = None;
+        let mut waits = 0;
+        let _third = Lock::wait(&path, &mut |_| {
+            waits += 1;
+            if first.take().is_some() {
+                // What gc does, and then another builder comes.
+                fs::remove_file(&path).unwrap();
+                second = Some(Lock::wait(&path, &mut |_| panic!("it is a new file")).unwrap());
+            } else {
+                second = None;
+            }
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(waits, 2, "the lock of the removed file is worth nothing");
+    }
+
+    #[test]
     fn a_filesystem_without_locks_is_told_from_a_fault() {
         let error = |errno: rustix::io::Errno| io::Error::from_raw_os_error(errno.raw_os_error());
         assert!(knows_no_locks(&error(rustix::io::Errno::NOLCK)));

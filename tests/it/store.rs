@@ -10,7 +10,6 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
 use std::sync::Barrier;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
 use fi_arch::digest::Digest;
@@ -592,38 +591,6 @@ fn no_builder_loses_what_it_was_just_handed_while_gc_runs() {
     });
     assert!(handed > 0, "the builders met some entry");
     it.store.entries().unwrap().iter().for_each(|summary| assert!(summary.entry.is_ok()));
-}
-
-#[test]
-fn no_two_builders_hold_one_lock_though_gc_removes_its_file() {
-    let it = fixture();
-    let name = key("request").to_string();
-    let file = it.store.root().join(format!("locks/{name}.lock"));
-    let (busy, done) = (AtomicBool::new(false), AtomicBool::new(false));
-    std::thread::scope(|scope| {
-        let builders: Vec<_> = (0..3)
-            .map(|_| {
-                scope.spawn(|| {
-                    for _ in 0..40 {
-                        let _lock = it.store.lock(&name, &mut |_| Ok(())).unwrap();
-                        assert!(!busy.swap(true, Ordering::SeqCst), "two hold it at once");
-                        std::thread::sleep(Duration::from_micros(300));
-                        busy.store(false, Ordering::SeqCst);
-                    }
-                })
-            })
-            .collect();
-        scope.spawn(|| {
-            while !done.load(Ordering::SeqCst) {
-                if let Ok(file) = File::open(&file) {
-                    file.set_modified(SystemTime::now() - DAY).unwrap();
-                }
-                it.store.gc(&Default::default(), &Default::default()).unwrap();
-            }
-        });
-        builders.into_iter().for_each(|builder| builder.join().unwrap());
-        done.store(true, Ordering::SeqCst);
-    });
 }
 
 #[test]
