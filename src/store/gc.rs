@@ -350,8 +350,8 @@ mod tests {
         fs::create_dir(&dir).unwrap();
         File::open(&dir).unwrap().set_modified(SystemTime::now() - 2 * YOUNG).unwrap();
         let looking = store.looking().unwrap();
+        let limits = Limits { older_than: Some(YOUNG), ..Limits::default() };
         std::thread::scope(|scope| {
-            let limits = Limits { older_than: Some(YOUNG), ..Limits::default() };
             let gc = scope.spawn(|| store.gc(&limits, &Held::default()).unwrap());
             std::thread::sleep(Duration::from_millis(100));
             assert!(dir.is_dir(), "gc waits for those who look");
