@@ -79,7 +79,8 @@ impl Fields {
     }
 }
 
-/// A file that the compile read, and its content.
+/// A file that the compile read, and its content. A header of the host has an absolute path, by which builders look for it
+/// again; the path is no part of a key.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Input {
     #[serde(flatten)]

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! FI_ARCH_HOME/store/v1/
-//!   artifacts/<key>/          an entry: the artifact, its manifest.json and its inputs.json, read-only
+//!   artifacts/<key>/          an entry: the artifact, its manifest.json and its inputs.json, read-only; the folder's time of
+//!                             modification says when it was last handed out
 //!   closures/<request>.json   the files that compiles of a request have read
 //!   locks/                    kernel locks; the files mean nothing by themselves
 //!   staging/                  private folders of living builders

@@ -453,6 +453,29 @@ fn the_overlay_comes_out_as_it_went_in_and_only_the_one_that_the_artifact_was_bu
     assert!(read == bundle, "all that was written is read");
     assert_eq!(read.overlay, [python]);
 
+    // An edited header and an added one, as inputs of the artifact.
+    let mut whole = bundle.clone();
+    let cuda = |path: &str, pre: Option<Digest>| OverlayFile {
+        path: format!("flashinfer/data/include/{path}"),
+        pre,
+        post: path.as_bytes().to_vec(),
+        edits: vec!["hollow-kernels".into()],
+    };
+    whole.overlay =
+        vec![cuda("fi_arch/x.cuh", None), cuda("flashinfer/comm/y.cuh", Some(Digest::of(b"y"))), whole.overlay.remove(0)];
+    for file in &whole.overlay[..2] {
+        let name = format!("overlay {}", file.path.strip_prefix("flashinfer/data/").unwrap());
+        whole.inputs.request.digest(&name, Digest::of(&file.post));
+    }
+    let inputs = whole.inputs.to_text();
+    whole.manifest.key = whole.inputs.key();
+    whole.manifest.request = whole.inputs.request.key();
+    let record = whole.manifest.inputs.as_mut().unwrap();
+    (record.sha256, record.bytes) = (Digest::of(inputs.as_bytes()), inputs.len() as u64);
+    let with_headers = sandbox.path("headers.fia");
+    whole.write(&with_headers).unwrap();
+    assert!(pipeline::open_bundle(&with_headers).unwrap() == whole);
+
     // CUDA files decide the artifact: its inputs name each of them.
     bundle.overlay[0].path = "flashinfer/data/include/flashinfer/comm/x.cuh".into();
     let bad = sandbox.path("bad.fia");
