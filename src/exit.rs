@@ -14,7 +14,7 @@ pub enum Exit {
     Machine = 3,
     /// A release, target or arch is unknown, unsupported or beyond this nvcc.
     Unsupported = 4,
-    /// The build failed, or the judge (or a wheel's hash) refused.
+    /// The build failed, or the judge (or the hash of a wheel or bundle) refused.
     Refused = 5,
     /// A fault of fi-arch itself.
     Bug = 70,

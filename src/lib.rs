@@ -14,8 +14,8 @@
 //! | [`build`] | toolchain, provisioning, plan, compile scheduler |
 //! | [`cubin`] | fat binaries, ELF, SASS marks → inventory; needs no CUDA toolkit, knows nothing of FlashInfer |
 //! | [`judge`] | inventory + linkage → verdict |
-//! | [`store`] | key, manifest, lock, publish |
-//! | [`pipeline`] | the one place that knows build, judge and store: look up, lock, compile, judge, publish |
+//! | [`store`] | key, manifest, lock, publish, gc, bundles |
+//! | [`pipeline`] | the one place that knows build, judge and store: look up, lock, compile, judge, publish, explain; export and import |
 //! | [`cli`] | one file a verb; human and JSON output; no logic of its own |
 
 pub mod cancel;

@@ -1,5 +1,9 @@
 //! The one place that knows build, judge and store: survey, plan, look up, lock, compile, judge, publish.
 
+mod bundle;
+mod explain;
+mod gc;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -22,11 +26,15 @@ use crate::judge::{self, Expectation, Owner, Verdict};
 use crate::memo::Memo;
 use crate::overlay::{self, Overlay};
 use crate::store::{
-    self, ArtifactRecord, Closure, EditRecord, Entry, Key, KeyBuilder, MANIFEST_FORMAT, Manifest, Store, VerdictRecord,
+    self, Closure, EditRecord, Entry, Fields, FileRecord, Input, Inputs, Key, MANIFEST_FORMAT, Manifest, Store, VerdictRecord,
 };
 use crate::survey::{self, Environment, FlashInfer, TvmFfi};
 use crate::tables::{self, DependencyMarks, Module, Recipe, Tables};
 use crate::target::{self, CudaVersion, Target};
+
+pub use bundle::{Exported, Imported, export, import, open as open_bundle};
+pub use explain::{Change, Explanation};
+pub use gc::{Freed, gc};
 
 /// The version of the way in which builds are done, beyond what commands and contents say. Part of every key.
 const PLAN_FORMAT: &str = "fi-arch plan 1";
@@ -42,6 +50,8 @@ pub struct Request {
     pub toolkit: Option<PathBuf>,
     pub jobs: Option<usize>,
     pub mode: Mode,
+    /// Say why the store's answer is what it is.
+    pub explain: bool,
     /// The gate edit alone. Shows what a one-line edit gives; the judge refuses it.
     pub gate_only: bool,
 }
@@ -73,6 +83,8 @@ pub struct Prepared {
     pub plan: Plan,
     /// The key of everything known before compiling.
     pub request: Key,
+    /// What that key was made of.
+    fields: Fields,
     /// The oldest Linux driver that can run the product.
     pub min_driver: Option<&'static str>,
     cxx11_abi: bool,
@@ -86,6 +98,8 @@ pub struct Built {
     pub entry: Entry,
     /// Was it in the store already (whoever put it there)?
     pub hit: bool,
+    /// Where the request asked for one.
+    pub explanation: Option<Explanation>,
 }
 
 /// The folders and memory that one process works with.
@@ -108,10 +122,13 @@ pub fn build(request: &Request, context: &Context, observe: Observer) -> Result<
     let started = Instant::now();
     let prepared = prepare(request, context, observe)?;
     let store = Store::open(&context.home)?;
+    let why = |hit: Option<&Entry>| request.explain.then(|| explain::explain(&prepared, &store, hit, &context.memo));
     if let Some(entry) = look_up(&prepared, &store, &context.memo) {
+        let explanation = why(Some(&entry));
         context.memo.save();
-        return Ok(Built { prepared, entry, hit: true });
+        return Ok(Built { prepared, entry, hit: true, explanation });
     }
+    let explanation = why(None);
     context.memo.save();
 
     let mut told = false;
@@ -123,8 +140,9 @@ pub fn build(request: &Request, context: &Context, observe: Observer) -> Result<
         cancel::check()
     })?;
     if let Some(entry) = look_up(&prepared, &store, &context.memo) {
+        let explanation = why(Some(&entry));
         context.memo.save();
-        return Ok(Built { prepared, entry, hit: true });
+        return Ok(Built { prepared, entry, hit: true, explanation });
     }
 
     let staging = store.staging()?;
@@ -136,7 +154,7 @@ pub fn build(request: &Request, context: &Context, observe: Observer) -> Result<
         Err(error) => return Err(keep_logs(error, &prepared, &dir, &context.home)),
     };
     context.memo.save();
-    Ok(Built { prepared, entry, hit: false })
+    Ok(Built { prepared, entry, hit: false, explanation })
 }
 
 /// What a build stands on: FlashInfer, found on this machine or fetched, and the environment that it was found in.
@@ -220,6 +238,8 @@ pub struct Planned {
     pub plan: Plan,
     pub request: Key,
     pub entry: Option<Entry>,
+    /// Where the request asked for one.
+    pub explanation: Option<Explanation>,
 }
 
 /// Plans and looks up, compiles nothing. FlashInfer's own wheel is fetched where it is missing: without it nothing is known.
@@ -251,9 +271,17 @@ pub fn dry_run(request: &Request, context: &Context, observe: Observer) -> Resul
     let prepared = prepare_on(ground, overlay, module, &offline, context, observe)?;
     let store = Store::open(&context.home)?;
     let entry = look_up(&prepared, &store, &context.memo);
+    let explanation = offline.explain.then(|| explain::explain(&prepared, &store, entry.as_ref(), &context.memo));
     context.memo.save();
     let Prepared { flashinfer, overlay, plan, request, min_driver, .. } = prepared;
-    Ok(DryRun { flashinfer, overlay, target, min_driver, planned: Some(Planned { plan, request, entry }), would_fetch })
+    Ok(DryRun {
+        flashinfer,
+        overlay,
+        target,
+        min_driver,
+        planned: Some(Planned { plan, request, entry, explanation }),
+        would_fetch,
+    })
 }
 
 fn wanted(request: &Request) -> impl Fn(CudaVersion) -> Result<()> + use<> {
@@ -316,12 +344,14 @@ fn prepare_on(
         target,
         overlay,
         plan,
-        request: KeyBuilder::new(PLAN_FORMAT).finish(),
+        request: Fields::new(PLAN_FORMAT).key(),
+        fields: Fields::new(PLAN_FORMAT),
         min_driver,
         cxx11_abi,
         sources,
     };
-    prepared.request = request_key(&prepared, memo)?;
+    prepared.fields = request_fields(&prepared, memo)?;
+    prepared.request = prepared.fields.key();
     Ok(prepared)
 }
 
@@ -390,11 +420,12 @@ fn toolkit(ground: &Ground, request: &Request, context: &Context, observe: Obser
     Ok(toolkit)
 }
 
-/// The key of everything that is known before compiling: commands, tools, sources, overlay. Contents and modes, no paths.
-fn request_key(prepared: &Prepared, memo: &Memo) -> Result<Key> {
+/// Everything that is known before compiling: commands, tools, sources, overlay. Contents and modes, no paths.
+fn request_fields(prepared: &Prepared, memo: &Memo) -> Result<Fields> {
     let Prepared { module, tvm_ffi, toolkit, host, target, overlay, plan, sources, cxx11_abi, .. } = prepared;
-    let mut key = KeyBuilder::new(PLAN_FORMAT);
-    key.text("judge", judge::RULES)
+    let mut fields = Fields::new(PLAN_FORMAT);
+    fields
+        .text("judge", judge::RULES)
         .text("module", &module.name)
         .text("target", &target.to_string())
         .text("tvm_ffi", &tvm_ffi.version)
@@ -403,50 +434,42 @@ fn request_key(prepared: &Prepared, memo: &Memo) -> Result<Key> {
         .text("host compiler", &host.version);
     for command in plan.commands() {
         for word in command {
-            key.text("word", word);
+            fields.text("word", word);
         }
-        key.text("command", "end");
+        fields.text("command", "end");
     }
-    for source in sources {
-        key.digest("source", Digest::of(source));
+    for (source, content) in plan.sources.iter().zip(sources) {
+        fields.digest(&format!("source {}", source.name), Digest::of(content));
     }
-    for file in overlay.files.iter().filter(|file| file.path.starts_with("flashinfer/data/")) {
-        key.text("overlay file", &file.path).digest("overlay content", Digest::of(&file.post));
+    for file in &overlay.files {
+        if let Some(inside) = file.data_path() {
+            fields.digest(&format!("overlay {inside}"), Digest::of(&file.post));
+        }
     }
     let tools: Vec<&PathBuf> = toolkit.tools.iter().chain([&toolkit.cudart]).chain(&host.tools).collect();
     let digests = tools.par_iter().map(|tool| memo.digest(tool)).collect::<Result<Vec<_>>>()?;
     for (tool, digest) in tools.iter().zip(digests) {
         let name = tool.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-        key.text("tool", &name).digest("tool content", digest);
+        fields.digest(&format!("tool {name}"), digest);
     }
-    Ok(key.finish())
+    Ok(fields)
 }
 
-/// The key of an artifact: the request, and the content of every file that its compile read.
-fn artifact_key(prepared: &Prepared, files: &[Located], memo: &Memo) -> Result<Key> {
-    let contents = files
-        .par_iter()
-        .map(|file| {
-            if file.root == view::OVERLAY {
-                let known = closure::overlay_file(&prepared.overlay, &file.path);
-                let known = known.ok_or_else(|| Error::refused(format!("the overlay has no {} any more", file.path)))?;
-                return Ok((format!("overlay/{}", file.path), Digest::of(&known.post)));
-            }
-            let path = prepared.plan.view.path_of(file);
-            let path = path.ok_or_else(|| Error::refused(format!("unknown root {}", file.root)))?;
-            // The host's headers lie at different places on different machines: only what they say counts.
-            let name = if file.root == view::HOST { view::HOST.to_owned() } else { format!("{}/{}", file.root, file.path) };
-            Ok((name, memo.digest(&path)?))
-        })
-        .collect::<Result<Vec<_>>>()?;
-    let mut contents: Vec<(String, Digest)> = contents;
-    contents.sort();
-    let mut key = KeyBuilder::new("fi-arch artifact 1");
-    key.text("request", &prepared.request.to_string());
-    for (name, digest) in contents {
-        key.text("file", &name).digest("content", digest);
+/// All inputs of an artifact whose compile reads `files`, as they are now.
+fn inputs(prepared: &Prepared, files: &[Located], memo: &Memo) -> Result<Inputs> {
+    let files = files.par_iter().map(|file| Ok(Input { file: file.clone(), sha256: content(prepared, file, memo)? }));
+    Ok(Inputs { request: prepared.fields.clone(), files: files.collect::<Result<_>>()? })
+}
+
+/// The content of a file that a compile read, as it is now.
+fn content(prepared: &Prepared, file: &Located, memo: &Memo) -> Result<Digest> {
+    if file.root == view::OVERLAY {
+        let known = closure::overlay_file(&prepared.overlay, &file.path);
+        let known = known.ok_or_else(|| Error::refused(format!("the overlay has no {} any more", file.path)))?;
+        return Ok(Digest::of(&known.post));
     }
-    Ok(key.finish())
+    let path = prepared.plan.view.path_of(file);
+    memo.digest(&path.ok_or_else(|| Error::refused(format!("unknown root {}", file.root)))?)
 }
 
 /// The store's answer: an artifact whose every input has the same content today.
@@ -457,8 +480,8 @@ fn look_up(prepared: &Prepared, store: &Store, memo: &Memo) -> Option<Entry> {
             continue;
         }
         // A file that is gone belongs to another state of the machine: no hit, and no failure.
-        let Ok(key) = artifact_key(prepared, &files, memo) else { continue };
-        if let Some(entry) = store.lookup(&key, memo) {
+        let Ok(inputs) = inputs(prepared, &files, memo) else { continue };
+        if let Some(entry) = store.lookup(&inputs.key(), memo) {
             return Some(entry);
         }
     }
@@ -519,7 +542,8 @@ fn compile_and_publish(
 
     let files = closure::read(&plan.depfiles(dir), &plan.view)?;
     unchanged_since(&begun, &files, plan)?;
-    let key = artifact_key(prepared, &files, &context.memo)?;
+    let inputs = inputs(prepared, &files, &context.memo)?;
+    let key = inputs.key();
 
     observe(Event::Step("judging".to_owned()));
     let artifact = dir.join(&plan.artifact);
@@ -529,8 +553,8 @@ fn compile_and_publish(
         return Err(refusal(prepared, &verdict));
     }
     let manifest = manifest(prepared, &key, &inventory, &verdict, &artifact, started, request)?;
-    let entry = store.publish(&key, &artifact, &manifest)?;
-    store.remember_closure(&prepared.request, &Closure { files })?;
+    let entry = store.publish(&key, &artifact, &manifest, Some(&inputs))?;
+    store.remember_closure(&prepared.request, &inputs.closure())?;
     Ok(entry)
 }
 
@@ -645,28 +669,34 @@ fn manifest(
         target: prepared.target.to_string(),
         flashinfer: prepared.flashinfer.version.clone(),
         tvm_ffi: prepared.tvm_ffi.version.clone(),
-        artifact: ArtifactRecord { file: prepared.plan.artifact.clone(), sha256: Digest::of(&bytes), bytes: bytes.len() as u64 },
+        artifact: FileRecord { file: prepared.plan.artifact.clone(), sha256: Digest::of(&bytes), bytes: bytes.len() as u64 },
         nvcc: prepared.toolkit.full_version.clone(),
         host_compiler: prepared.host.version.clone(),
         flags,
         edits: edits.collect(),
-        verdict: VerdictRecord {
-            verdict: verdict.word().to_owned(),
-            kernels: verdict.kernels,
-            hollow: verdict.hollow,
-            with_dependency_marks: verdict.with_dependency_marks,
-            need_no_marks: verdict.need_no_marks,
-            needed: linkage.needed.clone(),
-            exports: linkage.exports.iter().map(|s| s.name.clone()).filter(|n| n.starts_with("__tvm_ffi_")).collect(),
-            glibc_floor: linkage.glibc_floor.clone(),
-            libstdcxx_floor: linkage.libstdcxx_floor.clone(),
-        },
+        verdict: verdict_record(verdict, linkage),
         min_driver: prepared.min_driver.map(str::to_owned),
+        inputs: None,
         created: store::timestamp(),
         fi_arch: env!("CARGO_PKG_VERSION").to_owned(),
         elapsed_s: started.elapsed().as_secs_f64(),
         test_only: request.gate_only,
     })
+}
+
+/// What a manifest keeps of a verdict.
+fn verdict_record(verdict: &Verdict, linkage: &cubin::Linkage) -> VerdictRecord {
+    VerdictRecord {
+        verdict: verdict.word().to_owned(),
+        kernels: verdict.kernels,
+        hollow: verdict.hollow,
+        with_dependency_marks: verdict.with_dependency_marks,
+        need_no_marks: verdict.need_no_marks,
+        needed: linkage.needed.clone(),
+        exports: linkage.exports.iter().map(|s| s.name.clone()).filter(|n| n.starts_with("__tvm_ffi_")).collect(),
+        glibc_floor: linkage.glibc_floor.clone(),
+        libstdcxx_floor: linkage.libstdcxx_floor.clone(),
+    }
 }
 
 /// Keeps the full output of a failed build under `home/logs` and names it in the error.

@@ -2,7 +2,7 @@
 //!
 //! pip is what a user's proxies, mirrors and certificates are already set up for. The pins lie in `arch-tables/wheels.toml`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fs::{self, File, TryLockError};
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -75,6 +75,42 @@ pub fn cuda_version() -> CudaVersion {
 /// The FlashInfer release that is meant where none is named or installed.
 pub fn default_flashinfer() -> &'static str {
     &table().default_flashinfer
+}
+
+/// Removes the folders of fetched wheels that are of no use: not what this release fetches unasked, not the FlashInfer of one of
+/// `releases`, not named in `held`, and at least an hour old. Returns their names and bytes; with `dry_run` removes nothing.
+pub fn trim(home: &Path, releases: &[String], held: &HashSet<String>, dry_run: bool) -> Result<Vec<(String, u64)>> {
+    let mut needed = vec![Set::flashinfer(None)?, Set::tvm_ffi()?, Set::cuda()?];
+    needed.extend(releases.iter().filter_map(|release| Set::flashinfer(Some(release)).ok()));
+    let needed: Vec<PathBuf> = needed.iter().map(|set| set.folder(home)).collect();
+    let parent = home.join("wheels");
+    let mut removed = Vec::new();
+    for dir in fs::read_dir(&parent).into_iter().flatten().flatten().map(|item| item.path()) {
+        let name = dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let age = fs::metadata(dir.join(RECORD)).and_then(|meta| meta.modified()).ok().and_then(|at| at.elapsed().ok());
+        let is_old = age.is_some_and(|age| age > Duration::from_secs(60 * 60));
+        if needed.contains(&dir) || held.contains(&name) || !is_old {
+            continue;
+        }
+        // Its fetchers hold this lock.
+        let Some((set, _)) = name.rsplit_once('-') else { continue };
+        let Ok(lock) = File::options().create(true).append(true).open(parent.join(format!("{set}.lock"))) else { continue };
+        if lock.try_lock().is_err() {
+            continue;
+        }
+        let files = walkdir::WalkDir::new(&dir).into_iter().flatten().filter_map(|item| item.metadata().ok());
+        let bytes = files.filter(fs::Metadata::is_file).map(|meta| meta.len()).sum();
+        if !dry_run {
+            // Under this name a later fetch removes it, should this process be killed.
+            let partial = PathBuf::from(format!("{}.partial", dir.display()));
+            clear(&partial)?;
+            fs::rename(&dir, &partial).map_err(|e| Error::io("move", &dir, e))?;
+            clear(&partial)?;
+        }
+        removed.push((name, bytes));
+    }
+    removed.sort();
+    Ok(removed)
 }
 
 impl Set {

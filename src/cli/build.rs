@@ -1,10 +1,11 @@
 //! `fi-arch build`: from what is installed, or from nothing, to a proven artifact.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use serde_json::json;
 
+use super::explain;
 use super::output::Output;
 use super::progress::Progress;
 use crate::build::provision::Mode;
@@ -12,8 +13,8 @@ use crate::cancel;
 use crate::error::{Error, Result};
 use crate::exit::Exit;
 use crate::overlay::Overlay;
-use crate::pipeline::{self, Built, Context, DryRun, Request};
-use crate::store::Manifest;
+use crate::pipeline::{self, Built, Context, DryRun, Exported, Request};
+use crate::store::{self, Manifest};
 use crate::{survey, target};
 
 /// Build a FlashInfer module for a GPU that this FlashInfer does not list, prove it, and store it
@@ -50,6 +51,14 @@ pub struct Args {
     #[arg(long)]
     offline: bool,
 
+    /// Also write the artifact, its manifest and its overlay into one file for `fi-arch cache import` on another machine
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["dry_run", "show_edits"])]
+    export: Option<PathBuf>,
+
+    /// Say why it is a hit, or what has changed since the nearest artifact in the store
+    #[arg(long, conflicts_with = "show_edits")]
+    explain: bool,
+
     /// Say what would be done, and do nothing but fetch FlashInfer where it is missing
     #[arg(long)]
     dry_run: bool,
@@ -70,6 +79,13 @@ pub fn run(args: Args, output: &Output) -> Result<Exit> {
     if args.show_edits {
         return show_edits(&requests[0], &context, output);
     }
+    if let Some(path) = &args.export {
+        if requests.len() > 1 {
+            return Err(Error::usage("a bundle holds one artifact").hint("name one target with --sm"));
+        }
+        // Minutes of compiling are no time to learn that the file cannot be written.
+        drop(store::staged_beside(path)?);
+    }
     let mut results = Vec::new();
     for request in &requests {
         let started = Instant::now();
@@ -83,7 +99,11 @@ pub fn run(args: Args, output: &Output) -> Result<Exit> {
             dry.map(|dry| (dry_json(&dry, request, started), dry_text(&dry, request)))
         } else {
             let built = pipeline::build(request, &context, observe);
-            built.map(|built| (built_json(&built, started), built_text(&built, started)))
+            let export = |built: Built| match &args.export {
+                None => Ok((built_json(&built, started), built_text(&built, started))),
+                Some(path) => pipeline::export(&built, path).map(|exported| with_export(&built, started, path, &exported)),
+            };
+            built.and_then(export)
         };
         progress.finish();
         results.push(result?);
@@ -94,6 +114,13 @@ pub fn run(args: Args, output: &Output) -> Result<Exit> {
         || texts.join("\n"),
     );
     Ok(Exit::Right)
+}
+
+fn with_export(built: &Built, started: Instant, path: &Path, exported: &Exported) -> (serde_json::Value, String) {
+    let (mut json, mut text) = (built_json(built, started), built_text(built, started));
+    json["export"] = json!({ "path": path, "sha256": exported.sha256, "bytes": exported.bytes });
+    text.push_str(&format!("  bundle    {} ({:.1} MB)\n", path.display(), exported.bytes as f64 / 1e6));
+    (json, text)
 }
 
 fn requests(args: &Args) -> Result<Vec<Request>> {
@@ -111,6 +138,7 @@ fn requests(args: &Args) -> Result<Vec<Request>> {
         toolkit: args.toolkit.clone(),
         jobs: args.jobs.map(usize::from),
         mode: if args.offline { Mode::Offline } else { Mode::Online },
+        explain: args.explain,
         gate_only: args.gate_only,
     };
     Ok(targets.into_iter().map(request).collect())
@@ -181,6 +209,7 @@ fn built_json(built: &Built, started: Instant) -> serde_json::Value {
         "nvcc": prepared.toolkit.full_version,
         "tvm_ffi": prepared.tvm_ffi.version,
         "elapsed_s": seconds(started),
+        "explain": built.explanation.as_ref().map(explain::to_json),
     })
 }
 
@@ -206,7 +235,7 @@ fn built_text(built: &Built, started: Instant) -> String {
         needs = needs(manifest, prepared.min_driver),
         key = built.entry.key.short(),
         elapsed = seconds(started),
-    )
+    ) + &built.explanation.as_ref().map(explain::to_text).unwrap_or_default()
 }
 
 /// What the judge proved, in one line.
@@ -249,6 +278,7 @@ fn dry_json(dry: &DryRun, request: &Request, started: Instant) -> serde_json::Va
         "min_driver": dry.min_driver,
         "would_fetch": dry.would_fetch,
         "commands": dry.planned.as_ref().map(|planned| planned.plan.commands().collect::<Vec<_>>()),
+        "explain": dry.planned.as_ref().and_then(|planned| planned.explanation.as_ref()).map(explain::to_json),
         "request": dry.planned.as_ref().map(|planned| planned.request.to_string()),
         "elapsed_s": seconds(started),
     })
@@ -278,6 +308,7 @@ fn dry_text(dry: &DryRun, request: &Request) -> String {
             None => "a miss: it would be compiled".to_owned(),
         };
         text.push_str(&format!("  store     {answer}\n"));
+        text.push_str(&planned.explanation.as_ref().map(explain::to_text).unwrap_or_default());
     }
     text
 }

@@ -1,6 +1,8 @@
 //! `fi-arch cache`: looks after the store.
 
 use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::Subcommand;
 use rayon::prelude::*;
@@ -10,7 +12,8 @@ use super::output::Output;
 use crate::env;
 use crate::error::{Error, Result};
 use crate::exit::Exit;
-use crate::store::{EntrySummary, Manifest, Store};
+use crate::pipeline::{self, Imported};
+use crate::store::{EntrySummary, Limits, Manifest, Removed, Store};
 
 /// Look after the store of built artifacts
 #[derive(Debug, clap::Args)]
@@ -35,6 +38,66 @@ enum Verb {
         #[arg(value_name = "KEY")]
         keys: Vec<String>,
     },
+    /// Take in bundles that `build --export` wrote; each is checked and judged first. Needs no network, nvcc or FlashInfer
+    Import {
+        #[arg(value_name = "FILE", required = true)]
+        files: Vec<PathBuf>,
+    },
+    /// Make room: remove what was not used for long, and the leavings of past work; never what is in use
+    ///
+    /// Without limits: what was not used for 30 days. Whatever a process has open, a builder works on, or was used within
+    /// the last hour stays.
+    Gc {
+        /// Remove artifacts that were not used for so long: 30d, 12h, 2w
+        #[arg(long, value_name = "AGE", value_parser = age)]
+        older_than: Option<Duration>,
+
+        /// Remove the longest unused artifacts until the rest takes no more than this: 2G, 500M
+        #[arg(long, value_name = "SIZE", value_parser = bytes)]
+        max_size: Option<u64>,
+
+        /// Also remove fetched wheels that neither this fi-arch nor an artifact left in the store needs
+        #[arg(long)]
+        wheels: bool,
+
+        /// Say what would be removed, and remove nothing
+        #[arg(long)]
+        dry_run: bool,
+    },
+}
+
+/// What `cache gc` goes by when no limit is given.
+const UNUSED: Duration = Duration::from_secs(30 * 24 * 60 * 60);
+
+/// A duration such as `30d`.
+fn age(text: &str) -> Result<Duration, String> {
+    let unit = |c| {
+        Some(match c {
+            's' => 1,
+            'm' => 60,
+            'h' => 3600,
+            'd' => 86_400,
+            'w' => 604_800,
+            _ => return None,
+        })
+    };
+    let parsed =
+        text.chars().last().and_then(unit).and_then(|unit: u64| text[..text.len() - 1].parse::<u64>().ok()?.checked_mul(unit));
+    parsed.map(Duration::from_secs).ok_or_else(|| "write a number and s, m, h, d or w, such as 30d".to_owned())
+}
+
+/// A size such as `2G`, in powers of 1024.
+fn bytes(text: &str) -> Result<u64, String> {
+    let number = text.trim_end_matches("iB").trim_end_matches('B');
+    let (digits, shift) = match number.chars().last() {
+        Some('K' | 'k') => (&number[..number.len() - 1], 10),
+        Some('M') => (&number[..number.len() - 1], 20),
+        Some('G') => (&number[..number.len() - 1], 30),
+        Some('T') => (&number[..number.len() - 1], 40),
+        _ => (number, 0),
+    };
+    let parsed = digits.parse::<u64>().ok().and_then(|n| n.checked_mul(1 << shift));
+    parsed.ok_or_else(|| "write a number and K, M, G or T, such as 2G".to_owned())
 }
 
 pub fn run(args: Args, output: &Output) -> Result<Exit> {
@@ -43,6 +106,11 @@ pub fn run(args: Args, output: &Output) -> Result<Exit> {
         Verb::Ls => list(&store, output),
         Verb::Show { prefix } => show(&store, &prefix, output),
         Verb::Verify { keys } => verify(&store, &keys, output),
+        Verb::Import { files } => import(&files, output),
+        Verb::Gc { older_than, max_size, wheels, dry_run } => {
+            let older_than = older_than.or(max_size.is_none().then_some(UNUSED));
+            gc(&Limits { older_than, max_bytes: max_size, dry_run }, wheels, output)
+        }
     }
 }
 
@@ -123,6 +191,99 @@ fn verify(store: &Store, keys: &[String], output: &Output) -> Result<Exit> {
         },
     );
     Ok(if broken == 0 { Exit::Right } else { Exit::Fault })
+}
+
+fn import(files: &[PathBuf], output: &Output) -> Result<Exit> {
+    let files: Vec<&Path> = files.iter().map(PathBuf::as_path).collect();
+    let imported = pipeline::import(&files, &env::home()?)?;
+    let all = || files.iter().zip(&imported);
+    output.result(
+        || {
+            let one = |(file, imported): (&&Path, &Imported)| {
+                let manifest = &imported.entry.manifest;
+                json!({
+                    "file": file, "key": imported.entry.key, "artifact": imported.entry.artifact, "new": imported.new,
+                    "module": manifest.module, "flashinfer": imported.flashinfer, "target": manifest.target,
+                    "kernels": manifest.verdict.kernels, "verdict": manifest.verdict.verdict,
+                })
+            };
+            json!({ "verdict": "pass", "imported": all().map(one).collect::<Vec<_>>() })
+        },
+        || {
+            let one = |(file, imported): (&&Path, &Imported)| {
+                let Imported { entry, flashinfer, new } = imported;
+                let Manifest { module, target, verdict, .. } = &entry.manifest;
+                format!(
+                    "{}: {module} for {target}, FlashInfer {flashinfer}: {}, {} kernels judged anew; key {}{}\n",
+                    file.display(),
+                    verdict.verdict,
+                    verdict.kernels,
+                    entry.key.short(),
+                    if *new { "" } else { " (was here already)" }
+                )
+            };
+            all().map(one).collect()
+        },
+    );
+    Ok(Exit::Right)
+}
+
+fn gc(limits: &Limits, wheels: bool, output: &Output) -> Result<Exit> {
+    let freed = pipeline::gc(&env::home()?, limits, wheels)?;
+    let report = &freed.store;
+    let total = report.freed_bytes() + freed.wheels.iter().map(|(_, bytes)| bytes).sum::<u64>();
+    output.result(
+        || {
+            let one = |r: &Removed| json!({ "kind": r.kind, "name": r.name, "bytes": r.bytes, "unused_s": r.unused.as_secs() });
+            let wheels = freed.wheels.iter().map(|(name, bytes)| json!({ "kind": "wheels", "name": name, "bytes": bytes }));
+            json!({
+                "dry_run": limits.dry_run,
+                "removed": report.removed.iter().map(one).chain(wheels).collect::<Vec<_>>(),
+                "kept": report.kept.iter().map(|kept| json!({ "name": kept.name, "why": kept.why })).collect::<Vec<_>>(),
+                "wheels_kept": freed.wheels_stay,
+                "freed_bytes": total,
+                "left": report.left,
+                "left_bytes": report.left_bytes,
+            })
+        },
+        || {
+            let verb = if limits.dry_run { "would remove" } else { "removed" };
+            let mut text = String::new();
+            let mut line = |words: String| text.push_str(&(words + "\n"));
+            for r in report.removed.iter().filter(|r| !matches!(r.kind, "closure" | "lock")) {
+                let label = if r.label.is_empty() { r.kind } else { &r.label };
+                line(format!("{verb} {} ({label}), {}, unused for {}", short(&r.name), size(r.bytes), days(r.unused)));
+            }
+            for (name, bytes) in &freed.wheels {
+                line(format!("{verb} the wheels {name}, {}", size(*bytes)));
+            }
+            let small = report.removed.iter().filter(|r| matches!(r.kind, "closure" | "lock")).count();
+            if small > 0 {
+                line(format!("{verb} {small} small files (remembered closures, lock files)"));
+            }
+            for kept in &report.kept {
+                line(format!("kept {}: {}", short(&kept.name), kept.why));
+            }
+            if let Some(why) = freed.wheels_stay {
+                line(format!("kept all wheels: {why}"));
+            }
+            let freed = if limits.dry_run { "would be freed" } else { "freed" };
+            line(format!("{} {freed}; {} artifacts are left, {}", size(total), report.left, size(report.left_bytes)));
+            text
+        },
+    );
+    Ok(Exit::Right)
+}
+
+fn short(name: &str) -> &str {
+    name.get(..12).unwrap_or(name)
+}
+
+fn days(unused: Duration) -> String {
+    match unused.as_secs() / 3600 {
+        hours if hours < 48 => format!("{hours} h"),
+        hours => format!("{} days", hours / 24),
+    }
 }
 
 const REBUILD: &str = "a broken entry is never used: the next build that needs it moves it aside and builds it anew";

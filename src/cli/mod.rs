@@ -2,6 +2,7 @@
 
 mod build;
 mod cache;
+mod explain;
 mod inspect;
 mod output;
 mod progress;
@@ -37,7 +38,7 @@ Exit codes:
   2    the command line is wrong
   3    the machine lacks something: nvcc, headers, disk, network, GPU
   4    a release, target or arch is unknown, unsupported or beyond this nvcc
-  5    the build failed, or the judge (or a wheel's hash) refused
+  5    the build failed, or the judge (or the hash of a wheel or bundle) refused
   70   a fault of fi-arch itself
   130  interrupted; nothing was left behind";
 

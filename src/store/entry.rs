@@ -4,6 +4,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::inputs::{self, Inputs};
 use super::key::Key;
 use super::manifest::{self, Manifest};
 use crate::digest::Digest;
@@ -74,17 +75,27 @@ impl Entry {
         let text = fs::read(&file).map_err(|e| Fault::io(&file, &e))?;
         let manifest = parse(&text, key).map_err(Fault::Altered)?;
         let artifact = dir.join(&manifest.artifact.file);
+        let inputs = manifest.inputs.as_ref().map(|record| dir.join(&record.file));
         for item in fs::read_dir(dir).map_err(|e| Fault::io(dir, &e))? {
             let path = item.map_err(|e| Fault::io(dir, &e))?.path();
-            if path != file && path != artifact {
+            if path != file && path != artifact && Some(&path) != inputs.as_ref() {
                 return Err(Fault::Altered(format!("{} does not belong in it", name_of(&path))));
             }
         }
-        let (bytes, said) = (plain_file_size(&artifact)?, manifest.artifact.bytes);
-        if bytes != said {
-            return Err(Fault::Altered(format!("{} has {bytes} bytes, and {said} were published", manifest.artifact.file)));
+        for record in [&manifest.artifact].into_iter().chain(&manifest.inputs) {
+            let (bytes, said) = (plain_file_size(&dir.join(&record.file))?, record.bytes);
+            if bytes != said {
+                return Err(Fault::Altered(format!("{} has {bytes} bytes, and {said} were published", record.file)));
+            }
         }
         Ok(Self { key: *key, dir: dir.to_owned(), artifact, manifest })
+    }
+
+    /// All that decided the artifact. None where it cannot be told: it is not there, or is not what was published.
+    pub fn inputs(&self) -> Option<Inputs> {
+        let record = self.manifest.inputs.as_ref()?;
+        let text = fs::read(self.dir.join(&record.file)).ok().filter(|text| Digest::of(text) == record.sha256)?;
+        serde_json::from_slice(&text).ok()
     }
 
     /// Checks the folder `dir` as the entry of `key`, with the artifact's content as `digest` tells it.
@@ -116,13 +127,16 @@ fn parse(text: &[u8], key: &Key) -> Result<Manifest, String> {
     if !is_plain_name(&manifest.artifact.file) {
         return Err(format!("`{}` is no name for an artifact", manifest.artifact.file.escape_debug()));
     }
+    if let Some(record) = manifest.inputs.as_ref().filter(|record| record.file != inputs::FILE) {
+        return Err(format!("`{}` is no name for the list of inputs", record.file.escape_debug()));
+    }
     Ok(manifest)
 }
 
 /// Whether a manifest may name its artifact so: a file right beside it, and nothing else, whoever wrote the manifest.
 pub(super) fn is_plain_name(name: &str) -> bool {
     !name.is_empty()
-        && name != manifest::FILE
+        && ![manifest::FILE, inputs::FILE].contains(&name)
         && !name.starts_with('.')
         && name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-' | b'+'))
 }
@@ -146,7 +160,20 @@ mod tests {
         for name in ["trtllm_comm.so", "a-b_c+1.so"] {
             assert!(is_plain_name(name), "{name}");
         }
-        for name in ["", ".", "..", "../x.so", "/etc/passwd", "a/b.so", "a\\b", "x\0.so", ".hidden", "manifest.json", "a b"] {
+        for name in [
+            "",
+            ".",
+            "..",
+            "../x.so",
+            "/etc/passwd",
+            "a/b.so",
+            "a\\b",
+            "x\0.so",
+            ".hidden",
+            "manifest.json",
+            "inputs.json",
+            "a b",
+        ] {
             assert!(!is_plain_name(name), "{name:?}");
         }
     }

@@ -1,4 +1,4 @@
-//! Locks that the kernel frees when their holder dies, however it dies. No lock file is ever stale.
+//! Locks that the kernel frees when their holder dies, however it dies. No lock is ever stale.
 //!
 //! Locks only save work (one builder compiles, the others wait). That no reader sees half an entry rests on renames
 //! alone, because on shared filesystems a lock may hold on one machine only, or be refused altogether.
@@ -13,7 +13,8 @@ use crate::error::{Error, Result};
 
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
-/// Held until dropped. The file stays: removing it would let two holders in, each with a file of its own.
+/// Held until dropped. The file stays. Only gc removes old ones, under their own lock: whoever waited for that lock then sees
+/// that its file is no longer the one of that name, and takes the new one.
 #[derive(Debug)]
 pub struct Lock {
     file: File,
@@ -23,11 +24,16 @@ impl Lock {
     /// Waits for the lock on `path`. As long as another holds it, `on_wait` is called about ten times a second with
     /// the holder's process id, if that is readable; when it returns an error, the wait ends with that error.
     pub(super) fn wait(path: &Path, on_wait: &mut dyn FnMut(Option<u32>) -> Result<()>) -> Result<Self> {
-        let mut file = open(path).map_err(|e| Error::io("open the lock", path, e))?;
-        while !try_lock(&file, path)? {
-            on_wait(holder(&mut file))?;
-            std::thread::sleep(LOOK_AGAIN);
-        }
+        let mut file = loop {
+            let mut file = open(path).map_err(|e| Error::io("open the lock", path, e))?;
+            while !try_lock(&file, path)? {
+                on_wait(holder(&mut file))?;
+                std::thread::sleep(LOOK_AGAIN);
+            }
+            if is_still(path, &file) {
+                break file;
+            }
+        };
         // Only for people who wonder whom they wait for: a full disk must not forbid it.
         let _ = file.set_len(0).and_then(|()| file.rewind()).and_then(|()| write!(file, "{}", std::process::id()));
         Ok(Self { file })
@@ -101,6 +107,28 @@ mod tests {
         assert_eq!(seen, Some(std::process::id()));
         drop(held);
         Lock::wait(&path, &mut |_| panic!("it was given back")).unwrap();
+    }
+
+    #[test]
+    fn no_two_hold_one_lock_though_its_file_was_removed_while_one_waited() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x.lock");
+        let mut first = Some(Lock::wait(&path, &mut |_| panic!("nobody holds it")).unwrap());
+        let mut second = None;
+        let mut waits = 0;
+        let _third = Lock::wait(&path, &mut |_| {
+            waits += 1;
+            if first.take().is_some() {
+                // What gc does, and then another builder comes.
+                fs::remove_file(&path).unwrap();
+                second = Some(Lock::wait(&path, &mut |_| panic!("it is a new file")).unwrap());
+            } else {
+                second = None;
+            }
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(waits, 2, "the lock of the removed file is worth nothing");
     }
 
     #[test]

@@ -26,13 +26,16 @@ pub struct Manifest {
     /// The FlashInfer release that the sources came from.
     pub flashinfer: String,
     pub tvm_ffi: String,
-    pub artifact: ArtifactRecord,
+    pub artifact: FileRecord,
     /// The nvcc's own description of its version.
     pub nvcc: String,
     pub host_compiler: String,
     pub flags: Vec<String>,
     pub edits: Vec<EditRecord>,
     pub verdict: VerdictRecord,
+    /// The file beside the manifest that names every input; see [`Inputs`](super::Inputs). The store fills it in.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub inputs: Option<FileRecord>,
     /// The oldest driver that can load the artifact, where it is known.
     pub min_driver: Option<String>,
     /// RFC 3339, UTC; see [`timestamp`].
@@ -45,8 +48,9 @@ pub struct Manifest {
     pub test_only: bool,
 }
 
+/// A file in the manifest's folder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ArtifactRecord {
+pub struct FileRecord {
     /// A plain file name beside the manifest.
     pub file: String,
     pub sha256: Digest,
@@ -96,13 +100,18 @@ pub fn seal(mut manifest: Value) -> String {
 
 /// The manifest in a sealed text, or what is wrong with it. Fields of newer releases are covered by the checksum too.
 pub fn unseal(text: &[u8]) -> Result<Manifest, String> {
+    serde_json::from_value(unseal_value(text)?).map_err(|error| error.to_string())
+}
+
+/// The object in a sealed text, or what is wrong with it.
+pub fn unseal_value(text: &[u8]) -> Result<Value, String> {
     let mut value: Value = serde_json::from_slice(text).map_err(|error| error.to_string())?;
     let said = value.as_object_mut().and_then(|object| object.shift_remove(CHECKSUM)).ok_or("it has no checksum")?;
     let found = Digest::of(pretty(&value).as_bytes()).to_string();
     if said != found {
         return Err("it was altered: its checksum differs".into());
     }
-    serde_json::from_value(value).map_err(|error| error.to_string())
+    Ok(value)
 }
 
 fn pretty(value: &Value) -> String {

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! FI_ARCH_HOME/store/v1/
-//!   artifacts/<key>/          an entry: the artifact and its manifest.json, read-only
+//!   artifacts/<key>/          an entry: the artifact, its manifest.json and its inputs.json, read-only; the folder's time of
+//!                             modification says when it was last handed out
 //!   closures/<request>.json   the files that compiles of a request have read
 //!   locks/                    kernel locks; the files mean nothing by themselves
 //!   staging/                  private folders of living builders
@@ -17,8 +18,11 @@
 //!   fi-arch only ever touches the folder of its own version: old and new run side by side, and nothing is migrated.
 //! - What goes into a key is no such change: another key is another entry.
 
+mod bundle;
 mod closure;
 mod entry;
+mod gc;
+mod inputs;
 mod key;
 mod lock;
 mod manifest;
@@ -34,13 +38,16 @@ use crate::error::{Error, Result};
 use crate::memo::Memo;
 
 pub use crate::build::closure::Located;
+pub use bundle::{Bundle, FORMAT as BUNDLE_FORMAT, OverlayFile, staged_beside};
 pub use closure::Closure;
 use entry::Fault;
 pub use entry::{Entry, EntrySummary};
+pub use gc::{Held, Kept, Limits, Removed, Report, YOUNG, held};
+pub use inputs::{Field, Fields, Input, Inputs, Value};
 pub use key::{Key, KeyBuilder};
 pub use lock::Lock;
 pub use manifest::{
-    ArtifactRecord, EditRecord, FORMAT as MANIFEST_FORMAT, Manifest, VerdictRecord, seal as seal_manifest, timestamp,
+    EditRecord, FORMAT as MANIFEST_FORMAT, FileRecord, Manifest, VerdictRecord, seal as seal_manifest, timestamp,
 };
 pub use staging::Staging;
 
@@ -81,7 +88,14 @@ impl Store {
     /// The entry of `key`, if it is there and sound. One that is not what was published is moved aside, with a warning.
     /// `memo` saves reading an artifact that has not changed since it was last read.
     pub fn lookup(&self, key: &Key, memo: &Memo) -> Option<Entry> {
-        match Entry::check(&self.artifact_dir(key), key, |file| memo.digest(file)) {
+        let dir = self.artifact_dir(key);
+        let found = {
+            // Marked before it is looked at, so that it is either absent or stays for the next hour.
+            let _looking = self.looking();
+            gc::mark_used(&dir);
+            Entry::check(&dir, key, |file| memo.digest(file))
+        };
+        match found {
             Ok(entry) => Some(entry),
             Err(Fault::Absent) => None,
             Err(Fault::Unreadable(reason)) => {
@@ -95,9 +109,13 @@ impl Store {
         }
     }
 
-    /// The entry of `key`, its artifact read anew; or what is wrong with it. Moves nothing.
+    /// The entry of `key`, all its files read anew; or what is wrong with it. Moves nothing.
     pub fn check(&self, key: &Key) -> Result<Entry, String> {
-        Entry::check(&self.artifact_dir(key), key, Digest::of_file).map_err(Fault::reason)
+        let entry = Entry::check(&self.artifact_dir(key), key, Digest::of_file).map_err(Fault::reason)?;
+        if entry.manifest.inputs.is_some() && entry.inputs().is_none() {
+            return Err("its list of inputs is not the one that was published".into());
+        }
+        Ok(entry)
     }
 
     /// Everything in the store, newest first, then what is broken. Artifacts are not read; [`check`](Self::check) does.

@@ -6,23 +6,32 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use super::entry::{Entry, Fault, is_plain_name};
+use super::inputs::{self, Inputs};
 use super::key::Key;
-use super::manifest::{self, Manifest};
-use super::{Store, staging};
+use super::manifest::{self, FileRecord, Manifest};
+use super::{Store, gc, staging};
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 
 impl Store {
     /// Makes `artifact`, a file inside a [`Staging`](super::Staging), the entry of `key`. The file itself stays where it is.
+    /// `inputs` are kept beside it, so that it can be told later what has changed since.
     ///
     /// When another has published `key` meanwhile, theirs is checked and handed out; a broken one is moved aside. When
     /// theirs can be neither seen nor moved, ours is kept under a name of its own: the caller always gets a sound entry.
-    pub fn publish(&self, key: &Key, artifact: &Path, manifest: &Manifest) -> Result<Entry> {
+    pub fn publish(&self, key: &Key, artifact: &Path, manifest: &Manifest, inputs: Option<&Inputs>) -> Result<Entry> {
         assert!(artifact.starts_with(self.root.join("staging")), "only what lies in a staging is published");
         assert_eq!((manifest.format, &manifest.key), (manifest::FORMAT, key), "a manifest speaks of its own entry");
         assert!(is_plain_name(&manifest.artifact.file), "an artifact has a plain file name");
+        let inputs = inputs.map(Inputs::to_text);
+        let record = inputs.as_ref().map(|text| FileRecord {
+            file: inputs::FILE.to_owned(),
+            sha256: Digest::of(text.as_bytes()),
+            bytes: text.len() as u64,
+        });
+        let manifest = &Manifest { inputs: record, ..manifest.clone() };
         let made = artifact.with_file_name(format!("entry-{}", name_of_our_own()));
-        make(&made, artifact, manifest).map_err(|error| {
+        make(&made, artifact, manifest, inputs.as_deref()).map_err(|error| {
             // A full disk needs the room now, not when the staging goes.
             let _ = fs::remove_dir_all(&made);
             error.within("the artifact was built, but cannot be kept")
@@ -37,7 +46,12 @@ impl Store {
                 return Ok(own(key, place, manifest));
             };
             // Also after an error that a network filesystem reports for a rename that it has done.
-            match Entry::check(&place, key, Digest::of_file) {
+            let theirs = {
+                let _looking = self.looking();
+                gc::mark_used(&place);
+                Entry::check(&place, key, Digest::of_file)
+            };
+            match theirs {
                 Ok(theirs) => return Ok(theirs),
                 Err(_) if !is_taken(&error) => return Err(Error::io("publish", &place, error)),
                 Err(Fault::Altered(reason)) if self.set_aside(key, &reason) => {}
@@ -96,7 +110,7 @@ impl Store {
 }
 
 /// Makes the folder `dir` an entry, whole and on disk.
-fn make(dir: &Path, artifact: &Path, manifest: &Manifest) -> Result<()> {
+fn make(dir: &Path, artifact: &Path, manifest: &Manifest, inputs: Option<&str>) -> Result<()> {
     let record = &manifest.artifact;
     fs::create_dir(dir).map_err(|e| Error::io("create", dir, e))?;
     let file = dir.join(&record.file);
@@ -107,13 +121,15 @@ fn make(dir: &Path, artifact: &Path, manifest: &Manifest) -> Result<()> {
         return Err(Error::refused(format!("{} has changed since it was judged", artifact.display()))
             .hint("nothing was stored; build again, and look for what else writes into fi-arch's folder"));
     }
-    let file = dir.join(manifest::FILE);
     let text = manifest::seal(serde_json::to_value(manifest).expect("a manifest is always JSON"));
-    File::create_new(&file)
-        .and_then(|mut open| open.write_all(text.as_bytes()))
-        .and_then(|()| seal(&file))
-        .and_then(|()| sync_dir(dir))
-        .map_err(|e| Error::io("write", &file, e))
+    for (name, text) in inputs.map(|text| (inputs::FILE, text)).into_iter().chain([(manifest::FILE, text.as_str())]) {
+        let file = dir.join(name);
+        File::create_new(&file)
+            .and_then(|mut open| open.write_all(text.as_bytes()))
+            .and_then(|()| seal(&file))
+            .map_err(|e| Error::io("write", &file, e))?;
+    }
+    sync_dir(dir).map_err(|e| Error::io("write", dir, e))
 }
 
 fn own(key: &Key, dir: PathBuf, manifest: &Manifest) -> Entry {
@@ -167,7 +183,7 @@ mod tests {
         let staging = store.staging().unwrap();
         let artifact = staging.path().join("a.so");
         fs::write(&artifact, "a").unwrap();
-        let entry = store.publish(&key, &artifact, &manifest).unwrap();
+        let entry = store.publish(&key, &artifact, &manifest, None).unwrap();
         assert!(store.set_aside(&key, "what was seen before"));
         assert!(entry.artifact.is_file());
     }

@@ -20,6 +20,14 @@ pub use toolkits::min_driver;
 /// The files of a release that decide its recipe, relative to the folder that holds `flashinfer/`.
 pub const RECIPE_FILES: [&str; 3] = ["flashinfer/jit/core.py", "flashinfer/jit/cpp_ext.py", "flashinfer/compilation_context.py"];
 
+/// The tables of FlashInfer as they stand in `arch-tables/`: file name and text.
+pub const TEXTS: [(&str, &str); 4] = [
+    ("flashinfer/modules.toml", include_str!("../../arch-tables/flashinfer/modules.toml")),
+    ("flashinfer/releases.toml", include_str!("../../arch-tables/flashinfer/releases.toml")),
+    ("flashinfer/defects.toml", include_str!("../../arch-tables/flashinfer/defects.toml")),
+    ("flashinfer/recipes.toml", include_str!("../../arch-tables/flashinfer/recipes.toml")),
+];
+
 /// All tables of FlashInfer.
 #[derive(Debug)]
 pub struct Tables {
@@ -254,10 +262,10 @@ impl Tables {
     pub fn load() -> &'static Self {
         static TABLES: OnceLock<Tables> = OnceLock::new();
         TABLES.get_or_init(|| {
-            let modules: ModuleRows = parse("modules", include_str!("../../arch-tables/flashinfer/modules.toml"));
-            let releases: ReleaseRows = parse("releases", include_str!("../../arch-tables/flashinfer/releases.toml"));
-            let defects: DefectRows = parse("defects", include_str!("../../arch-tables/flashinfer/defects.toml"));
-            let recipes: RecipeRows = parse("recipes", include_str!("../../arch-tables/flashinfer/recipes.toml"));
+            let modules: ModuleRows = parse("modules", TEXTS[0].1);
+            let releases: ReleaseRows = parse("releases", TEXTS[1].1);
+            let defects: DefectRows = parse("defects", TEXTS[2].1);
+            let recipes: RecipeRows = parse("recipes", TEXTS[3].1);
             Tables {
                 modules: modules.module,
                 releases: releases.release,

@@ -3,6 +3,8 @@
 //! Tests that fetch wheels need the network (PyPI through pip) and fail without it; they never skip.
 
 mod build;
+mod bundle;
+mod explain;
 mod inspect;
 mod judge;
 mod overlay;

@@ -10,13 +10,13 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
 use std::sync::Barrier;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use fi_arch::digest::Digest;
 use fi_arch::error::Result;
 use fi_arch::memo::Memo;
 use fi_arch::store::{
-    ArtifactRecord, EditRecord, Entry, Key, KeyBuilder, MANIFEST_FORMAT, Manifest, Store, VerdictRecord, seal_manifest, timestamp,
+    EditRecord, Entry, FileRecord, Key, KeyBuilder, MANIFEST_FORMAT, Manifest, Store, VerdictRecord, seal_manifest, timestamp,
 };
 use serde_json::Value;
 
@@ -38,7 +38,7 @@ fn manifest(key: Key, content: &[u8]) -> Manifest {
         target: "sm_120f".into(),
         flashinfer: "0.6.14".into(),
         tvm_ffi: "0.1.9".into(),
-        artifact: ArtifactRecord { file, sha256: Digest::of(content), bytes: content.len() as u64 },
+        artifact: FileRecord { file, sha256: Digest::of(content), bytes: content.len() as u64 },
         nvcc: "release 13.0, V13.0.88".into(),
         host_compiler: "g++ 13.3.0".into(),
         flags: vec!["-O3".into()],
@@ -61,6 +61,7 @@ fn manifest(key: Key, content: &[u8]) -> Manifest {
             glibc_floor: None,
             libstdcxx_floor: None,
         },
+        inputs: None,
         min_driver: None,
         created: timestamp(),
         fi_arch: "0.1.0".into(),
@@ -73,7 +74,7 @@ fn publish(store: &Store, key: Key, content: &[u8]) -> Result<Entry> {
     let staging = store.staging()?;
     let artifact = staging.path().join("built.so");
     fs::write(&artifact, content).unwrap();
-    store.publish(&key, &artifact, &manifest(key, content))
+    store.publish(&key, &artifact, &manifest(key, content), None)
 }
 
 /// A store in a folder of its own, with one entry, `key("a")`.
@@ -242,7 +243,7 @@ fn an_artifact_that_changed_after_it_was_judged_is_not_published() {
     let staging = store.staging().unwrap();
     let artifact = staging.path().join("built.so");
     fs::write(&artifact, "changed").unwrap();
-    let error = store.publish(&key("a"), &artifact, &manifest(key("a"), CONTENT)).unwrap_err();
+    let error = store.publish(&key("a"), &artifact, &manifest(key("a"), CONTENT), None).unwrap_err();
     assert_eq!(error.exit() as u8, 5);
     assert!(store.entries().unwrap().is_empty());
 }
@@ -384,6 +385,253 @@ fn a_builder_that_can_neither_use_nor_move_the_winners_entry_uses_its_own() {
     let spare = it.names("spare");
     assert_eq!(spare.len(), 1);
     assert_eq!(fs::read(it.store.root().join("spare").join(&spare[0]).join("trtllm_comm.so")).unwrap(), CONTENT);
+}
+
+// --- making room ---------------------------------------------------------------------------------------------------
+
+const HOUR: Duration = Duration::from_secs(3600);
+const DAY: Duration = Duration::from_secs(24 * 3600);
+
+/// Sets back the time at which a file or folder was last modified, which for an entry is when it was last used.
+fn age(path: &Path, by: Duration) {
+    File::open(path).unwrap().set_modified(SystemTime::now() - by).unwrap();
+}
+
+impl Fixture {
+    /// An entry of its own request that was last used so long ago.
+    fn used_before(&self, name: &str, unused: Duration) -> Entry {
+        let entry = publish(&self.store, key(name), CONTENT).unwrap();
+        age(&entry.dir, unused);
+        entry
+    }
+
+    fn gc(&self, args: &[&str]) -> Value {
+        let output = self.cache(&[&["gc", "--json"], args].concat());
+        assert_eq!(output.status.code(), Some(0), "{output:?}");
+        json(&output)
+    }
+
+    /// The whole store: every path in it.
+    fn everything(&self) -> Vec<PathBuf> {
+        let mut paths: Vec<PathBuf> =
+            walkdir::WalkDir::new(self.store.root()).into_iter().map(|item| item.unwrap().into_path()).collect();
+        paths.sort();
+        paths
+    }
+}
+
+/// The names of what gc removed, of that kind.
+fn removed(report: &Value, kind: &str) -> Vec<String> {
+    let removed = report["removed"].as_array().unwrap().iter().filter(|removed| removed["kind"] == kind);
+    removed.map(|removed| removed["name"].as_str().unwrap().to_owned()).collect()
+}
+
+#[test]
+fn gc_removes_what_was_not_used_for_long_and_a_hit_counts_as_use() {
+    let it = fixture();
+    it.used_before("old", 40 * DAY);
+    it.used_before("used again", 40 * DAY);
+    it.used_before("new", 2 * DAY);
+    assert!(it.store.lookup(&key("used again"), &Memo::load(it.home.path())).is_some());
+    let before = it.everything();
+    assert_eq!(removed(&it.gc(&["--dry-run"]), "entry"), [key("old").to_string()]);
+    assert_eq!(it.everything(), before, "a dry run changes nothing");
+
+    let report = it.gc(&[]);
+    assert_eq!(removed(&report, "entry"), [key("old").to_string()]);
+    assert_eq!((&report["left"], &report["kept"]), (&3.into(), &serde_json::json!([])));
+    assert!(report["freed_bytes"].as_u64().unwrap() > CONTENT.len() as u64);
+    assert_eq!((it.names("artifacts").len(), it.names("staging").len()), (3, 0));
+    assert_eq!(removed(&it.gc(&["--older-than", "36h"]), "entry"), [key("new").to_string()]);
+    let output = it.cache(&["gc", "--older-than", "1d"]);
+    assert!(stdout(&output).contains("0 B freed; 2 artifacts are left"), "{output:?}");
+    for wrong in ["30", "d", "x", "-1d"] {
+        assert_eq!(it.cache(&["gc", "--older-than", wrong]).status.code(), Some(2), "{wrong}");
+        assert_eq!(it.cache(&["gc", "--max-size", wrong]).status.code(), Some(if wrong == "30" { 0 } else { 2 }), "{wrong}");
+    }
+}
+
+#[test]
+fn gc_by_size_removes_the_longest_unused_first_and_no_more_than_it_must() {
+    let it = fixture();
+    fs::remove_dir_all(&it.entry.dir).unwrap();
+    let names = ["a day", "a week", "a month", "an hour"];
+    let entries: Vec<Entry> =
+        names.iter().zip([DAY, 7 * DAY, 30 * DAY, HOUR + HOUR / 2]).map(|(name, unused)| it.used_before(name, unused)).collect();
+    let size: u64 = fs::read_dir(&entries[0].dir).unwrap().map(|file| file.unwrap().metadata().unwrap().len()).sum();
+    let report = it.gc(&["--max-size", &(2 * size + size / 2).to_string()]);
+    assert_eq!(removed(&report, "entry"), [key("a month").to_string(), key("a week").to_string()]);
+    assert_eq!(report["left"], 2);
+    assert_eq!(removed(&it.gc(&["--max-size", "1M"]), "entry"), [""; 0]);
+}
+
+#[test]
+fn gc_takes_nothing_that_was_used_within_the_last_hour_whatever_the_limits_say() {
+    let it = fixture();
+    it.used_before("fresh", HOUR - Duration::from_secs(60));
+    let to_come = publish(&it.store, key("to come"), CONTENT).unwrap();
+    File::open(&to_come.dir).unwrap().set_modified(SystemTime::now() + 9 * DAY).unwrap();
+    let report = it.gc(&["--older-than", "0s", "--max-size", "0"]);
+    assert_eq!(removed(&report, "entry"), [""; 0]);
+    assert_eq!(report["kept"].as_array().unwrap().len(), 3);
+    assert!(report["kept"][0]["why"].as_str().unwrap().contains("within the last hour"));
+}
+
+#[test]
+fn gc_takes_nothing_that_a_process_has_open_or_mapped() {
+    let it = fixture();
+    let open = it.used_before("open", DAY);
+    let _held = File::open(&open.artifact).unwrap();
+    // A program that the loader has mapped, and of which no descriptor is open: as a server maps a library.
+    let program = fs::read("/bin/sleep").unwrap();
+    let mapped = publish(&it.store, key("mapped"), &program).unwrap();
+    age(&mapped.dir, DAY);
+    let loader = fs::read_dir("/lib64").unwrap().map(|item| item.unwrap().path());
+    let loader = loader.into_iter().find(|path| path.to_str().unwrap().contains("ld-linux")).unwrap();
+    let mut server = Command::new(loader).arg(&mapped.artifact).arg("60").spawn().unwrap();
+    let maps = format!("/proc/{}/maps", server.id());
+    while !fs::read_to_string(&maps).unwrap().contains(&key("mapped").to_string()) {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let report = it.gc(&["--older-than", "1h"]);
+    assert_eq!(removed(&report, "entry"), [""; 0]);
+    let kept = report["kept"].as_array().unwrap();
+    assert!(kept.len() == 2 && kept.iter().all(|kept| kept["why"] == "a process has it open"), "{report}");
+    server.kill().unwrap();
+    server.wait().unwrap();
+    assert_eq!(removed(&it.gc(&["--older-than", "1h"]), "entry"), [key("mapped").to_string()]);
+}
+
+#[test]
+fn gc_takes_nothing_that_a_builder_works_on() {
+    let it = fixture();
+    age(&it.entry.dir, DAY);
+    let held = it.store.lock(&key("request").to_string(), &mut |_| panic!("it is free")).unwrap();
+    assert_eq!(it.gc(&["--older-than", "1h"])["kept"][0]["why"], "a builder is at work on it");
+    drop(held);
+    assert_eq!(removed(&it.gc(&["--older-than", "1h"]), "entry").len(), 1);
+}
+
+#[test]
+fn gc_sweeps_the_leavings_of_past_work_and_nothing_that_is_not_ours() {
+    let it = fixture();
+    let root = it.store.root().to_owned();
+    let name = key("x").to_string();
+    for (folder, old) in [("quarantine", true), ("spare", true), ("quarantine", false)] {
+        let dir = root.join(folder).join(format!("{name}-{}", u8::from(old)));
+        fs::create_dir_all(&dir).unwrap();
+        fs::write(dir.join("a.so"), "x").unwrap();
+        age(&dir, if old { 2 * HOUR } else { HOUR / 2 });
+    }
+    let closure = fi_arch::store::Closure { files: Vec::new() };
+    for request in ["request", "orphan", "young orphan"] {
+        it.store.remember_closure(&key(request), &closure).unwrap();
+        drop(it.store.lock(&key(request).to_string(), &mut |_| Ok(())).unwrap());
+        let old = if request == "young orphan" { HOUR / 2 } else { DAY };
+        age(&root.join(format!("closures/{}.json", key(request))), old);
+        age(&root.join(format!("locks/{}.lock", key(request))), old);
+    }
+    let held = it.store.lock(&name, &mut |_| Ok(())).unwrap();
+    age(&root.join(format!("locks/{name}.lock")), DAY);
+    for stray in ["artifacts/notes.txt", "quarantine/notes.txt", "closures/notes.txt", "locks/notes.txt"] {
+        fs::write(root.join(stray), "x").unwrap();
+        age(&root.join(stray), 99 * DAY);
+    }
+
+    let report = it.gc(&[]);
+    assert_eq!(removed(&report, "quarantine"), [format!("{name}-1")]);
+    assert_eq!(removed(&report, "spare"), [format!("{name}-1")]);
+    assert_eq!(removed(&report, "closure"), [key("orphan").to_string()], "that of a stored artifact stays");
+    let mut locks = removed(&report, "lock");
+    locks.sort();
+    let mut expected = [key("request").to_string(), key("orphan").to_string()];
+    expected.sort();
+    assert_eq!(locks, expected);
+    assert_eq!(it.names("quarantine").len(), 2);
+    for folder in ["artifacts", "closures", "locks"] {
+        assert!(it.names(folder).contains(&"notes.txt".to_owned()), "{folder}");
+    }
+    drop(held);
+}
+
+#[test]
+fn no_builder_loses_what_it_was_just_handed_while_gc_runs() {
+    let it = fixture();
+    let names: Vec<String> = (0..200).map(|n| format!("entry {n}")).collect();
+    names.iter().for_each(|name| drop(it.used_before(name, 40 * DAY)));
+    let together = Barrier::new(5);
+    let handed: usize = std::thread::scope(|scope| {
+        let builder = |reverse: bool| {
+            let (names, store, together) = (&names, &it.store, &together);
+            move || {
+                let memo = Memo::default();
+                together.wait();
+                let mut handed = Vec::new();
+                for n in 0..names.len() {
+                    let name = &names[if reverse { names.len() - 1 - n } else { n }];
+                    if let Some(entry) = store.lookup(&key(name), &memo) {
+                        assert_eq!(fs::read(&entry.artifact).unwrap(), CONTENT);
+                        handed.push(entry);
+                    }
+                }
+                std::thread::sleep(Duration::from_millis(100));
+                assert!(handed.iter().all(|entry| entry.artifact.is_file()), "an entry that was handed out is gone");
+                handed.len()
+            }
+        };
+        let builders = [false, true, true].map(|reverse| scope.spawn(builder(reverse)));
+        for _ in 0..2 {
+            scope.spawn(|| {
+                together.wait();
+                let limits = fi_arch::store::Limits { older_than: Some(DAY), ..Default::default() };
+                it.store.gc(&limits, &fi_arch::store::Held::default()).unwrap();
+            });
+        }
+        builders.into_iter().map(|builder| builder.join().unwrap()).sum()
+    });
+    assert!(handed > 0, "the builders met some entry");
+    it.store.entries().unwrap().iter().for_each(|summary| assert!(summary.entry.is_ok()));
+}
+
+#[test]
+fn gc_of_no_store_frees_nothing_and_creates_nothing_and_one_that_cannot_be_written_says_so() {
+    let home = tempfile::tempdir().unwrap();
+    let output = fi_arch(home.path(), &["gc", "--wheels"]);
+    assert!(output.status.success() && stdout(&output).contains("0 B freed"), "{output:?}");
+    assert_eq!(fs::read_dir(home.path()).unwrap().count(), 0);
+
+    let it = fixture();
+    age(&it.entry.dir, 40 * DAY);
+    let home = it.home.path().display();
+    let said = Builder::within("gc", it.home.path(), &format!("mount --bind {home} {home} && mount -o remount,bind,ro {home}"));
+    assert_eq!(said, ["3", "hint"]);
+    assert_eq!(it.names("artifacts").len(), 1);
+}
+
+#[test]
+fn gc_of_wheels_keeps_what_is_needed_or_in_use() {
+    let it = fixture();
+    let wheels = it.home.path().join("wheels");
+    for (name, old) in [("flashinfer-python-0.5.3-aaaaaaaaaaaa", true), ("flashinfer-python-0.6.1-bbbbbbbbbbbb", false)] {
+        fs::create_dir_all(wheels.join(name)).unwrap();
+        fs::write(wheels.join(name).join("fi-arch.json"), "{}").unwrap();
+        age(&wheels.join(name).join("fi-arch.json"), if old { DAY } else { HOUR / 2 });
+    }
+    fs::create_dir_all(wheels.join("mine")).unwrap();
+    let old = "flashinfer-python-0.5.3-aaaaaaaaaaaa";
+    assert_eq!(removed(&it.gc(&[]), "wheels"), [""; 0], "not unless it is asked for");
+    let held = File::open(wheels.join(old).join("fi-arch.json")).unwrap();
+    assert_eq!(removed(&it.gc(&["--wheels"]), "wheels"), [""; 0], "open");
+    drop(held);
+    assert_eq!(removed(&it.gc(&["--wheels", "--dry-run"]), "wheels"), [old]);
+    let lock = it.store.lock(&key("request").to_string(), &mut |_| Ok(())).unwrap();
+    assert!(it.gc(&["--wheels"])["wheels_kept"].is_string(), "a build is running");
+    drop(lock);
+    assert_eq!(removed(&it.gc(&["--wheels"]), "wheels"), [old]);
+    let mut left: Vec<_> = fs::read_dir(&wheels).unwrap().map(|item| item.unwrap().file_name()).collect();
+    left.retain(|name| !name.to_str().unwrap().ends_with(".lock"));
+    left.sort();
+    assert_eq!(left, ["flashinfer-python-0.6.1-bbbbbbbbbbbb", "mine"]);
 }
 
 // --- the command line ----------------------------------------------------------------------------------------------
@@ -598,6 +846,10 @@ fn a_builder_of_its_own() {
             say(if store.lookup(&key("a"), &Memo::load(&home)).is_some() { "hit" } else { "miss" });
             say_error(publish(&store, key("b"), CONTENT).unwrap_err());
         }
+        "gc" => {
+            let limits = fi_arch::store::Limits { older_than: Some(DAY), ..Default::default() };
+            say_error(store.gc(&limits, &Default::default()).unwrap_err());
+        }
         "fill-disk" => {
             let staging = store.staging().unwrap();
             let artifact = staging.path().join("built.so");
@@ -606,11 +858,11 @@ fn a_builder_of_its_own() {
             let mut file = File::create(&filler).unwrap();
             while file.write_all(&[0; 4096]).is_ok() {}
             drop(file);
-            say_error(store.publish(&key("a"), &artifact, &manifest(key("a"), CONTENT)).unwrap_err());
+            say_error(store.publish(&key("a"), &artifact, &manifest(key("a"), CONTENT), None).unwrap_err());
             say(&format!("{} entries", store.entries().unwrap().len()));
             assert_eq!(fs::read_dir(staging.path()).unwrap().count(), 1, "no half entry takes room, and the artifact stays");
             fs::remove_file(filler).unwrap();
-            store.publish(&key("a"), &artifact, &manifest(key("a"), CONTENT)).unwrap();
+            store.publish(&key("a"), &artifact, &manifest(key("a"), CONTENT), None).unwrap();
             say("published after room was made");
         }
         other => panic!("no role {other}"),

@@ -3,9 +3,13 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
 
 use serde_json::Value;
 use tempfile::TempDir;
+
+/// The arguments that build the small module: one source, seconds.
+pub const SMALL: &[&str] = &["--sm", "120", "--module", "vllm_comm", "--flashinfer", "0.6.4"];
 
 /// The fetched wheels are shared between tests; everything else of a sandbox is its own and goes with it.
 pub struct Sandbox {
@@ -29,6 +33,34 @@ impl Sandbox {
         let sandbox = Self { dir: tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap() };
         sandbox.make_empty_environment();
         sandbox
+    }
+
+    /// A sandbox whose store holds the small module, built once for all tests: by its key, so that any change that matters
+    /// builds it anew.
+    pub fn with_small_build() -> Self {
+        static HOME: OnceLock<PathBuf> = OnceLock::new();
+        let sandbox = Self::new();
+        let home = HOME.get_or_init(|| {
+            let home = Path::new(env!("CARGO_TARGET_TMPDIR")).join("small-build");
+            fs::create_dir_all(&home).unwrap();
+            // It may be there already.
+            let _ = std::os::unix::fs::symlink("../fetched", home.join("wheels"));
+            let mut command = sandbox.command(&[&["build"], SMALL].concat());
+            Ran::of(command.env("FI_ARCH_HOME", &home)).exits(0);
+            home
+        });
+        copy_dir(&home.join("store"), &sandbox.home().join("store"));
+        sandbox
+    }
+
+    /// A copy of the FlashInfer that the small module is built from, which a test may change.
+    pub fn own_flashinfer(&self) -> PathBuf {
+        let to = self.path("own");
+        let wheels = fs::read_dir(self.home().join("wheels")).unwrap().flatten().map(|item| item.path());
+        let is_it =
+            |path: &PathBuf| path.is_dir() && path.file_name().unwrap().to_string_lossy().starts_with("flashinfer-python-0.6.4-");
+        copy_dir(&wheels.into_iter().find(is_it).expect("the small build has fetched it"), &to);
+        to
     }
 
     /// A virtual environment with nothing in it, so that what is installed on the machine is not seen.
