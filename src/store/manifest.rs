@@ -33,6 +33,9 @@ pub struct Manifest {
     pub flags: Vec<String>,
     pub edits: Vec<EditRecord>,
     pub verdict: VerdictRecord,
+    /// How it gets its CUDA runtime: `shared` (it needs a libcudart, see `verdict.needed`) or `static` (it holds one).
+    #[serde(default = "shared")]
+    pub cudart: String,
     /// The oldest driver that can load the artifact, where it is known.
     pub min_driver: Option<String>,
     /// RFC 3339, UTC; see [`timestamp`].
@@ -43,6 +46,10 @@ pub struct Manifest {
     pub elapsed_s: f64,
     /// Built by a test, from fakes: never to be installed.
     pub test_only: bool,
+}
+
+fn shared() -> String {
+    "shared".to_owned()
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

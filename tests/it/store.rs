@@ -61,6 +61,7 @@ fn manifest(key: Key, content: &[u8]) -> Manifest {
             glibc_floor: None,
             libstdcxx_floor: None,
         },
+        cudart: "shared".into(),
         min_driver: None,
         created: timestamp(),
         fi_arch: "0.1.0".into(),
