@@ -33,7 +33,7 @@ fn script(path: &Path, body: &str) {
 }
 
 /// A toolkit with the layout of a system's, whose nvcc prints `release`, and whose libcudart is the real one of CUDA 13.
-fn fake_toolkit(root: &Path, release: &str, cudart_version: u32) {
+pub fn fake_toolkit(root: &Path, release: &str, cudart_version: u32) {
     script(&root.join("bin/nvcc"), &format!("echo 'Cuda compilation tools, release {release}, V{release}.61'"));
     for tool in ["bin/cudafe++", "bin/ptxas", "bin/fatbinary", "nvvm/bin/cicc"] {
         script(&root.join(tool), "exit 1");
