@@ -224,7 +224,7 @@ fn built_text(built: &Built, started: Instant) -> String {
 /// Who will load the artifact, in one line.
 fn loader(consumer: Option<&Consumer>) -> String {
     match consumer {
-        None => "anyone with this CUDA runtime: no torch was found here, and none named with --for".to_owned(),
+        None => "anyone with this CUDA runtime: no torch with CUDA was found, and none named with --for".to_owned(),
         Some(Consumer { name, cudart: Some(file), .. }) => format!("{name}, whose CUDA runtime is {}", file.display()),
         Some(consumer) => format!("{}, whose CUDA runtime is a {}", consumer.name, consumer.soname()),
     }
