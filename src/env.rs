@@ -25,6 +25,8 @@ pub const PYENV_ROOT: &str = "PYENV_ROOT";
 pub const PYTHONUSERBASE: &str = "PYTHONUSERBASE";
 /// Hides a user's own packages from Python when set to anything.
 pub const PYTHONNOUSERSITE: &str = "PYTHONNOUSERSITE";
+/// Folders that Python searches before its own.
+pub const PYTHONPATH: &str = "PYTHONPATH";
 /// Where programs are looked for.
 pub const PATH: &str = "PATH";
 /// The host C++ compiler.

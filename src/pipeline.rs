@@ -13,9 +13,10 @@ use rayon::prelude::*;
 
 use crate::build::closure::{self, Located};
 use crate::build::compile::{self, JobStatus};
+use crate::build::consumer::Consumer;
 use crate::build::plan::{self, Plan};
 use crate::build::provision::{self, Mode};
-use crate::build::toolchain::{self, HostCompiler, Toolkit};
+use crate::build::toolchain::{self, Cudart, HostCompiler, Toolkit};
 use crate::build::{limits, view};
 use crate::cancel;
 use crate::cubin;
@@ -47,6 +48,8 @@ pub struct Request {
     /// A release (`0.6.4`) or a folder that holds FlashInfer.
     pub flashinfer: Option<String>,
     pub env: Option<PathBuf>,
+    /// Who will load the artifact, as `--for` says it; without it, the torch of the environment.
+    pub consumer: Option<String>,
     pub toolkit: Option<PathBuf>,
     pub jobs: Option<usize>,
     pub mode: Mode,
@@ -76,7 +79,10 @@ pub struct Prepared {
     pub module: &'static Module,
     pub flashinfer: FlashInfer,
     pub tvm_ffi: TvmFfi,
+    /// Who will load the artifact, where that is known.
+    pub consumer: Option<Consumer>,
     pub toolkit: Toolkit,
+    pub cudart: Cudart,
     pub host: HostCompiler,
     pub target: Target,
     pub overlay: Overlay,
@@ -123,7 +129,7 @@ pub fn build(request: &Request, context: &Context, observe: Observer) -> Result<
     let prepared = prepare(request, context, observe)?;
     let store = Store::open(&context.home)?;
     let why = |hit: Option<&Entry>| request.explain.then(|| explain::explain(&prepared, &store, hit, &context.memo));
-    if let Some(entry) = look_up(&prepared, &store, &context.memo) {
+    if let Some(entry) = look_up(&prepared, &store, &context.memo)? {
         let explanation = why(Some(&entry));
         context.memo.save();
         return Ok(Built { prepared, entry, hit: true, explanation });
@@ -139,7 +145,7 @@ pub fn build(request: &Request, context: &Context, observe: Observer) -> Result<
         }
         cancel::check()
     })?;
-    if let Some(entry) = look_up(&prepared, &store, &context.memo) {
+    if let Some(entry) = look_up(&prepared, &store, &context.memo)? {
         let explanation = why(Some(&entry));
         context.memo.save();
         return Ok(Built { prepared, entry, hit: true, explanation });
@@ -164,10 +170,12 @@ struct Ground {
     flashinfer: FlashInfer,
     /// Is it the environment's own FlashInfer?
     own: bool,
+    consumer: Option<Consumer>,
 }
 
 /// Finds or fetches FlashInfer.
 fn ground(request: &Request, context: &Context, observe: Observer) -> Result<Ground> {
+    let named = request.consumer.as_deref().map(Consumer::parse).transpose()?;
     let environment = survey::environment(request.env.as_deref(), &context.memo)?;
     let installed = match &environment {
         Some(environment) => survey::flashinfer(environment)?,
@@ -190,7 +198,29 @@ fn ground(request: &Request, context: &Context, observe: Observer) -> Result<Gro
         }
         (None, None) => (fetched(None, observe)?, false),
     };
-    Ok(Ground { environment, flashinfer, own })
+    let consumer = match named {
+        Some(named) => Some(named),
+        None => consumer(request, environment.as_ref(), &flashinfer, &context.memo)?,
+    };
+    Ok(Ground { environment, flashinfer, own, consumer })
+}
+
+/// Who will load the artifact where nobody said so: the torch of `--env`, else the one beside a FlashInfer that was named by its
+/// path, else that of the active environment.
+fn consumer(
+    request: &Request,
+    environment: Option<&Environment>,
+    flashinfer: &FlashInfer,
+    memo: &Memo,
+) -> Result<Option<Consumer>> {
+    let by_path = request.env.is_none() && request.flashinfer.as_deref().is_some_and(is_path);
+    let beside = flashinfer.package.parent().filter(|_| by_path).map(Environment::of_folder);
+    for place in beside.as_ref().into_iter().chain(environment) {
+        if let Some(consumer) = Consumer::of(place, memo)? {
+            return Ok(Some(consumer));
+        }
+    }
+    Ok(None)
 }
 
 fn is_path(text: &str) -> bool {
@@ -225,6 +255,10 @@ pub struct DryRun {
     pub flashinfer: FlashInfer,
     pub overlay: Overlay,
     pub target: Target,
+    /// Who will load the artifact, where that is known.
+    pub consumer: Option<Consumer>,
+    /// `shared` or `static`.
+    pub cudart: &'static str,
     pub min_driver: Option<&'static str>,
     /// None where this machine has no fit toolkit or no tvm-ffi yet.
     pub planned: Option<Planned>,
@@ -253,7 +287,8 @@ pub fn dry_run(request: &Request, context: &Context, observe: Observer) -> Resul
     if tvm_ffi(&ground, &offline, context, &mut |_| ()).is_err() {
         would_fetch.push("apache-tvm-ffi".to_owned());
     }
-    let found = toolchain::find(request.toolkit.as_deref(), ground.environment.as_ref(), &wanted(request), &context.memo)?;
+    let consumer = ground.consumer.clone();
+    let found = find_toolkit(&ground, request, &context.memo)?;
     let version = match found.toolkit {
         Some(toolkit) => toolkit.version,
         None => {
@@ -266,22 +301,18 @@ pub fn dry_run(request: &Request, context: &Context, observe: Observer) -> Resul
     let target = request.target.resolve(version)?;
     if !would_fetch.is_empty() {
         let min_driver = tables::min_driver(version, target);
-        return Ok(DryRun { flashinfer: ground.flashinfer, overlay, target, min_driver, planned: None, would_fetch });
+        let cudart = if consumer.as_ref().is_none_or(|one| one.cuda.major == version.major) { "shared" } else { "static" };
+        let flashinfer = ground.flashinfer;
+        return Ok(DryRun { flashinfer, overlay, target, consumer, cudart, min_driver, planned: None, would_fetch });
     }
     let prepared = prepare_on(ground, overlay, module, &offline, context, observe)?;
     let store = Store::open(&context.home)?;
-    let entry = look_up(&prepared, &store, &context.memo);
+    let entry = look_up(&prepared, &store, &context.memo)?;
     let explanation = offline.explain.then(|| explain::explain(&prepared, &store, entry.as_ref(), &context.memo));
     context.memo.save();
-    let Prepared { flashinfer, overlay, plan, request, min_driver, .. } = prepared;
-    Ok(DryRun {
-        flashinfer,
-        overlay,
-        target,
-        min_driver,
-        planned: Some(Planned { plan, request, entry, explanation }),
-        would_fetch,
-    })
+    let Prepared { flashinfer, overlay, plan, request, min_driver, cudart, .. } = prepared;
+    let (cudart, planned) = (cudart.word(), Some(Planned { plan, request, entry, explanation }));
+    Ok(DryRun { flashinfer, overlay, target, consumer, cudart, min_driver, planned, would_fetch })
 }
 
 fn wanted(request: &Request) -> impl Fn(CudaVersion) -> Result<()> + use<> {
@@ -308,15 +339,13 @@ fn prepare_on(
     let memo = &context.memo;
     let tvm_ffi = tvm_ffi(&ground, request, context, observe)?;
     let toolkit = toolkit(&ground, request, context, observe)?;
+    let cudart = toolkit.cudart_for(ground.consumer.as_ref()).map_err(|why| unfit_toolkit(&toolkit.root, why))?;
     let host = toolchain::host_compiler(memo)?;
     let target = request.target.resolve(toolkit.version)?;
     let flashinfer = ground.flashinfer;
     let recipe: &Recipe = Tables::load().recipe_for(&flashinfer.package, &flashinfer.version)?;
-    let torch = match &ground.environment {
-        Some(environment) if ground.own => survey::torch(environment)?,
-        _ => None,
-    };
-    let cxx11_abi = torch.and_then(|torch| torch.cxx11_abi).unwrap_or(true);
+    let consumer = ground.consumer;
+    let cxx11_abi = consumer.as_ref().and_then(|consumer| consumer.cxx11_abi).unwrap_or(true);
     let inputs = plan::Inputs {
         module,
         recipe,
@@ -325,6 +354,7 @@ fn prepare_on(
         tvm_ffi: &tvm_ffi,
         cxx11_abi,
         toolkit: &toolkit,
+        cudart: &cudart,
         host: &host,
         target,
     };
@@ -339,7 +369,9 @@ fn prepare_on(
         module,
         flashinfer,
         tvm_ffi,
+        consumer,
         toolkit,
+        cudart,
         host,
         target,
         overlay,
@@ -397,17 +429,23 @@ fn tvm_ffi(ground: &Ground, request: &Request, context: &Context, observe: Obser
 }
 
 fn fetched_toolkit(root: &Path, memo: &Memo) -> Result<Toolkit> {
-    toolchain::at(root, "fetched wheels", memo).map_err(|why| {
-        Error::machine("the fetched CUDA toolkit is not fit")
-            .because(why)
-            .hint(format!("remove {} and run again", root.display()))
-    })
+    toolchain::at(root, "fetched wheels", memo).map_err(|why| unfit_toolkit(root, why))
+}
+
+fn unfit_toolkit(root: &Path, why: String) -> Error {
+    let error = Error::machine("the fetched CUDA toolkit is not fit").because(why);
+    error.hint(format!("remove {} and run again", root.display()))
+}
+
+fn find_toolkit(ground: &Ground, request: &Request, memo: &Memo) -> Result<toolchain::Found> {
+    let (env, consumer) = (ground.environment.as_ref(), ground.consumer.as_ref());
+    toolchain::find(request.toolkit.as_deref(), env, consumer, &wanted(request), memo)
 }
 
 /// The machine's own toolkit if a fit one is there, else the pinned one.
 fn toolkit(ground: &Ground, request: &Request, context: &Context, observe: Observer) -> Result<Toolkit> {
     let memo = &context.memo;
-    let found = toolchain::find(request.toolkit.as_deref(), ground.environment.as_ref(), &wanted(request), memo)?;
+    let found = find_toolkit(ground, request, memo)?;
     for one in &found.rejected {
         observe(Event::Warning(format!("the toolkit {} ({}) is not used: {}", one.root.display(), one.origin, one.why)));
     }
@@ -422,7 +460,7 @@ fn toolkit(ground: &Ground, request: &Request, context: &Context, observe: Obser
 
 /// Everything that is known before compiling: commands, tools, sources, overlay. Contents and modes, no paths.
 fn request_fields(prepared: &Prepared, memo: &Memo) -> Result<Fields> {
-    let Prepared { module, tvm_ffi, toolkit, host, target, overlay, plan, sources, cxx11_abi, .. } = prepared;
+    let Prepared { module, tvm_ffi, toolkit, cudart, host, target, overlay, plan, sources, cxx11_abi, .. } = prepared;
     let mut fields = Fields::new(PLAN_FORMAT);
     fields
         .text("judge", judge::RULES)
@@ -430,6 +468,7 @@ fn request_fields(prepared: &Prepared, memo: &Memo) -> Result<Fields> {
         .text("target", &target.to_string())
         .text("tvm_ffi", &tvm_ffi.version)
         .text("cxx11_abi", if *cxx11_abi { "1" } else { "0" })
+        .text("cudart", cudart.word())
         .text("nvcc", &toolkit.full_version)
         .text("host compiler", &host.version);
     for command in plan.commands() {
@@ -446,7 +485,7 @@ fn request_fields(prepared: &Prepared, memo: &Memo) -> Result<Fields> {
             fields.digest(&format!("overlay {inside}"), Digest::of(&file.post));
         }
     }
-    let tools: Vec<&PathBuf> = toolkit.tools.iter().chain([&toolkit.cudart]).chain(&host.tools).collect();
+    let tools: Vec<&Path> = toolkit.tools.iter().chain(&host.tools).map(PathBuf::as_path).chain([cudart.file()]).collect();
     let digests = tools.par_iter().map(|tool| memo.digest(tool)).collect::<Result<Vec<_>>>()?;
     for (tool, digest) in tools.iter().zip(digests) {
         let name = tool.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
@@ -473,7 +512,7 @@ fn content(prepared: &Prepared, file: &Located, memo: &Memo) -> Result<Digest> {
 }
 
 /// The store's answer: an artifact whose every input has the same content today.
-fn look_up(prepared: &Prepared, store: &Store, memo: &Memo) -> Option<Entry> {
+fn look_up(prepared: &Prepared, store: &Store, memo: &Memo) -> Result<Option<Entry>> {
     for Closure { files } in store.closures(&prepared.request) {
         if let Some(shadow) = closure::shadow(&files, &prepared.plan.include_dirs, &prepared.plan.view, &prepared.overlay) {
             tracing::info!("a stored artifact does not fit any more: {shadow}");
@@ -482,10 +521,10 @@ fn look_up(prepared: &Prepared, store: &Store, memo: &Memo) -> Option<Entry> {
         // A file that is gone belongs to another state of the machine: no hit, and no failure.
         let Ok(inputs) = inputs(prepared, &files, memo) else { continue };
         if let Some(entry) = store.lookup(&inputs.key(), memo) {
-            return Some(entry);
+            return check_consumer(prepared, &entry).map(|()| Some(entry));
         }
     }
-    None
+    Ok(None)
 }
 
 /// Disk space (MiB) that a build's intermediate files may need for each source.
@@ -512,7 +551,7 @@ fn compile_and_publish(
     started: Instant,
     observe: Observer,
 ) -> Result<Entry> {
-    let Prepared { plan, toolkit, host, target, .. } = prepared;
+    let Prepared { plan, toolkit, cudart, host, target, .. } = prepared;
     fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, e))?;
     check_disk(dir, plan.sources.len())?;
     plan.view.lay_out(dir, &prepared.overlay)?;
@@ -521,7 +560,7 @@ fn compile_and_publish(
         fs::create_dir_all(&keep).map_err(|e| Error::io("create", &keep, e))?;
     }
     observe(Event::Step(format!("probing nvcc {} and the link", toolkit.full_version)));
-    toolchain::probe_link(toolkit, host, &dir.join("tmp"))?;
+    toolchain::probe_link(toolkit, cudart, host, &dir.join("tmp"))?;
     toolchain::probe_nvcc(toolkit, host, *target, &dir.join("tmp"))?;
 
     let jobs = limits::jobs(plan.sources.len(), request.jobs);
@@ -550,7 +589,7 @@ fn compile_and_publish(
     let inventory = cubin::read(&artifact)?;
     let verdict = judge_it(prepared, &inventory)?;
     if !verdict.passed() {
-        return Err(refusal(prepared, &verdict));
+        return Err(refusal(prepared, &verdict.faults));
     }
     let manifest = manifest(prepared, &key, &inventory, &verdict, &artifact, started, request)?;
     let entry = store.publish(&key, &artifact, &manifest, Some(&inputs))?;
@@ -587,16 +626,15 @@ const DRIVER: &str = "libcuda.so.1";
 /// Judges an artifact against the module's rules and the libraries that will own its symbols.
 fn judge_it(prepared: &Prepared, inventory: &cubin::Inventory) -> Result<Verdict> {
     let Prepared { module, tvm_ffi, toolkit, host, target, sources, .. } = prepared;
+    let cudart = cudart_of_consumer(prepared)?;
     let mut owners = Vec::new();
     let mut own = |name: &str, path: &Path| -> Result<()> {
         owners.push(Owner { name: name.to_owned(), exports: cubin::linkage(path)?.exports });
         Ok(())
     };
-    own(&toolkit.cudart_soname, &toolkit.cudart)?;
     own("libtvm_ffi.so", &tvm_ffi.package.join("lib/libtvm_ffi.so"))?;
     let needed = inventory.linkage.as_ref().map(|linkage| linkage.needed.clone()).unwrap_or_default();
-    let elsewhere = [toolkit.cudart_soname.as_str(), DRIVER];
-    for name in needed.iter().filter(|name| !elsewhere.contains(&name.as_str())) {
+    for name in needed.iter().filter(|name| *name != DRIVER && !name.starts_with("libcudart")) {
         // A NEEDED library that the host compiler cannot find owns nothing; its symbols then have no owner, and that is said.
         if let Some(path) = toolchain::host_library(host, name) {
             own(name, &path)?;
@@ -613,9 +651,26 @@ fn judge_it(prepared: &Prepared, inventory: &cubin::Inventory) -> Result<Verdict
             exports: &exports,
             marks_required: module.dependency_marks == DependencyMarks::Required,
             launched_plainly: &module.launched_plainly,
+            cudart: cudart.as_ref(),
             owners: &owners,
         },
     ))
+}
+
+/// The libcudart that the artifact will meet: the consumer's own where that file is at hand, else the toolkit's, which has the
+/// same SONAME. None for an artifact that holds its own.
+fn cudart_of_consumer(prepared: &Prepared) -> Result<Option<Owner>> {
+    let Cudart::Shared { file, soname } = &prepared.cudart else { return Ok(None) };
+    let theirs = prepared.consumer.as_ref().and_then(|consumer| consumer.cudart.as_ref());
+    Ok(Some(Owner { name: soname.clone(), exports: cubin::linkage(theirs.unwrap_or(file))?.exports }))
+}
+
+/// Refuses an artifact of the store that lacks something in the process of this consumer: it was judged for another's runtime.
+fn check_consumer(prepared: &Prepared, entry: &Entry) -> Result<()> {
+    let Some(consumer) = prepared.consumer.as_ref().filter(|consumer| consumer.cudart.is_some()) else { return Ok(()) };
+    let Some(cudart) = cudart_of_consumer(prepared)? else { return Ok(()) };
+    let faults = judge::runtime_faults(&cubin::linkage(&entry.artifact)?, Some(&cudart));
+    if faults.is_empty() { Ok(()) } else { Err(refusal(prepared, &faults).within(format!("it does not fit {}", consumer.name))) }
 }
 
 fn unversioned(names: BTreeSet<String>) -> Vec<cubin::Symbol> {
@@ -625,9 +680,9 @@ fn unversioned(names: BTreeSet<String>) -> Vec<cubin::Symbol> {
 /// How many names of a fault are shown; the log has them all.
 const SHOWN_NAMES: usize = 3;
 
-fn refusal(prepared: &Prepared, verdict: &Verdict) -> Error {
+fn refusal(prepared: &Prepared, faults: &[judge::Fault]) -> Error {
     let mut error = Error::refused(format!("the judge refused {} for {}", prepared.module.name, prepared.target));
-    for fault in &verdict.faults {
+    for fault in faults {
         let more = fault.names.len().saturating_sub(SHOWN_NAMES);
         let mut names = fault.names.iter().take(SHOWN_NAMES).cloned().collect::<Vec<_>>().join("\n");
         if more > 0 {
@@ -675,6 +730,7 @@ fn manifest(
         flags,
         edits: edits.collect(),
         verdict: verdict_record(verdict, linkage),
+        cudart: prepared.cudart.word().to_owned(),
         min_driver: prepared.min_driver.map(str::to_owned),
         inputs: None,
         created: store::timestamp(),

@@ -3,6 +3,7 @@
 //! | file | what it does |
 //! | --- | --- |
 //! | `toolchain` | finds nvcc, its headers, libcudart and the host compiler; probes them before minutes are spent |
+//! | `consumer` | who will load the artifact, and so which CUDA runtime it may need |
 //! | `provision` | fetches pinned wheels where the machine lacks something |
 //! | `plan` | overlay + recipe + toolchain → the exact commands and the request key; pure |
 //! | `view` | the folder that a build runs in: fixed relative names for everything, so that no path reaches the product |
@@ -13,6 +14,7 @@
 
 pub mod closure;
 pub mod compile;
+pub mod consumer;
 pub mod diagnose;
 pub mod limits;
 pub mod plan;

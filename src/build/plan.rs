@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use super::compile::Job;
-use super::toolchain::{HostCompiler, Toolkit, link_flags};
+use super::toolchain::{Cudart, HostCompiler, Toolkit, link_flags};
 use super::view::{CUDA, CUDA_INCLUDE, CUDA_LIB, DATA, OVERLAY, TVM_FFI, View};
 use crate::error::{Error, Result};
 use crate::overlay::Overlay;
@@ -27,6 +27,7 @@ pub struct Inputs<'a> {
     /// torch's `_GLIBCXX_USE_CXX11_ABI`.
     pub cxx11_abi: bool,
     pub toolkit: &'a Toolkit,
+    pub cudart: &'a Cudart,
     pub host: &'a HostCompiler,
     pub target: Target,
 }
@@ -57,12 +58,12 @@ pub struct Plan {
 
 /// Makes the plan for `inputs`.
 pub fn plan(inputs: &Inputs) -> Result<Plan> {
-    let Inputs { module, recipe, overlay, package, toolkit, host, .. } = *inputs;
+    let Inputs { module, recipe, overlay, package, toolkit, cudart, host, .. } = *inputs;
     let mut links = vec![(DATA, package.join("data")), (TVM_FFI, inputs.tvm_ffi.package.clone()), (CUDA, toolkit.root.clone())];
     if toolkit.include != toolkit.root.join("include") {
         links.push((CUDA_INCLUDE, toolkit.include.clone()));
     }
-    let libraries = toolkit.cudart.parent().unwrap_or(&toolkit.root);
+    let libraries = cudart.file().parent().unwrap_or(&toolkit.root);
     let libraries_name = match libraries.strip_prefix(&toolkit.root) {
         Ok(below) => format!("{CUDA}/{}", below.display()),
         Err(_) => {
@@ -121,7 +122,7 @@ pub fn plan(inputs: &Inputs) -> Result<Plan> {
     link.extend(host.args.iter().cloned());
     link.extend(["-shared".to_owned()]);
     link.extend(sources.iter().map(|source| format!("obj/{}.o", source.name)));
-    link.extend(link_flags(toolkit, &libraries_name));
+    link.extend(link_flags(cudart, &libraries_name));
     let mut commands = Vec::new();
     if module.driver_api {
         commands.push(driver_stub_command());

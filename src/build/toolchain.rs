@@ -14,6 +14,7 @@ use object::elf::{self, FileHeader64};
 use object::read::elf::{Dyn, FileHeader};
 use serde::{Deserialize, Serialize};
 
+use super::consumer::Consumer;
 use super::diagnose::diagnose;
 use crate::digest::Digest;
 use crate::env;
@@ -42,6 +43,8 @@ pub struct Toolkit {
     pub cudart: PathBuf,
     /// What a product linked to it will ask the loader for: `libcudart.so.13`.
     pub cudart_soname: String,
+    /// The same runtime as an archive, where there is one.
+    pub cudart_static: Option<PathBuf>,
     /// The files whose content decides what nvcc makes of a source.
     pub tools: Vec<PathBuf>,
     /// Who named it: `--toolkit DIR`, `CUDA_HOME`, `nvcc on PATH`, a folder of the system or the environment.
@@ -52,6 +55,62 @@ impl Toolkit {
     /// A command that runs this nvcc, free of the variables by which nvcc adds flags that no plan knows of.
     pub fn command(&self) -> Command {
         nvcc_command(&self.nvcc)
+    }
+
+    /// How a product of this toolkit gets its CUDA runtime in the process of `consumer`, or why it cannot.
+    pub fn cudart_for(&self, consumer: Option<&Consumer>) -> Result<Cudart, String> {
+        let shared = consumer.is_none_or(|consumer| consumer.cuda.major == self.version.major);
+        if shared {
+            return Ok(Cudart::Shared { file: self.cudart.clone(), soname: self.cudart_soname.clone() });
+        }
+        serves(self.version, consumer)?;
+        match &self.cudart_static {
+            Some(file) => Ok(Cudart::Static { file: file.clone() }),
+            None => Err(format!("it has no {STATIC_NAME} beside its libcudart")),
+        }
+    }
+}
+
+/// How a product gets the CUDA runtime that it calls.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Cudart {
+    /// It needs a libcudart, which the process must have: the toolkit's own is linked.
+    Shared { file: PathBuf, soname: String },
+    /// It holds a runtime of its own, and needs a driver as new as that. Beside another runtime in one process the two share
+    /// the driver's primary context; streams and graphs are the driver's, so they pass between them.
+    Static { file: PathBuf },
+}
+
+impl Cudart {
+    /// The file that is linked.
+    pub fn file(&self) -> &Path {
+        match self {
+            Self::Shared { file, .. } | Self::Static { file } => file,
+        }
+    }
+
+    /// `shared` or `static`.
+    pub fn word(&self) -> &'static str {
+        match self {
+            Self::Shared { .. } => "shared",
+            Self::Static { .. } => "static",
+        }
+    }
+}
+
+const STATIC_NAME: &str = "libcudart_static.a";
+
+/// The only CUDA whose runtime is linked into a product that a process of another CUDA will load.
+const STATIC_MAJOR: u32 = 13;
+
+/// Can a toolkit of this version make something that `consumer` can load? (Whether it has the archive shows later.)
+pub fn serves(version: CudaVersion, consumer: Option<&Consumer>) -> Result<(), String> {
+    match consumer {
+        Some(consumer) if ![consumer.cuda.major, STATIC_MAJOR].contains(&version.major) => {
+            let own = format!("libcudart.so.{}", version.major);
+            Err(format!("its runtime is {own}, and {} has {}", consumer.name, consumer.soname()))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -73,9 +132,13 @@ pub struct Found {
 
 /// The first toolkit that is whole and that `wanted` accepts. Looked at in this order: `--toolkit` (then nothing else, and its
 /// unfitness is an error), `CUDA_HOME`, `CUDA_PATH`, nvcc on `PATH`, `/usr/local/cuda`, `/usr/local/cuda-*`, the environment's wheels.
+///
+/// A toolkit with the runtime of `consumer` goes before every other; only where none is fit, one that can link its own
+/// runtime into the product.
 pub fn find(
     explicit: Option<&Path>,
     env: Option<&Environment>,
+    consumer: Option<&Consumer>,
     wanted: &dyn Fn(CudaVersion) -> Result<()>,
     memo: &Memo,
 ) -> Result<Found> {
@@ -88,10 +151,27 @@ pub fn find(
         let root = root_of(dir.as_os_str()).map_err(unfit)?;
         wanted(release(&root, memo).map_err(unfit)?.1)?;
         return at(&root, &format!("--toolkit {}", dir.display()), memo)
+            .and_then(|toolkit| toolkit.cudart_for(consumer).map(|_| toolkit))
             .map(|toolkit| Found { toolkit: Some(toolkit), rejected: Vec::new() })
             .map_err(unfit);
     }
-    Ok(first_fit(candidates(env, Path::new("/usr/local")), wanted, memo))
+    let search = |serves: &dyn Fn(CudaVersion) -> Result<(), String>| {
+        let fit = |root: &Path, origin: &str| {
+            // Its version first: what else a toolkit that is too old lacks is of no use to anybody.
+            let (_, version) = release(root, memo)?;
+            wanted(version).map_err(|e| brief(&e))?;
+            serves(version)?;
+            let toolkit = at(root, origin, memo)?;
+            toolkit.cudart_for(consumer).map(|_| toolkit)
+        };
+        first_fit(candidates(env, Path::new("/usr/local")), &fit)
+    };
+    let Some(theirs) = consumer else { return Ok(search(&|_| Ok(()))) };
+    let found = search(&|version| match version.major == theirs.cuda.major {
+        true => Ok(()),
+        false => Err(format!("its runtime is libcudart.so.{}, and {} has {}", version.major, theirs.name, theirs.soname())),
+    });
+    Ok(if found.toolkit.is_some() { found } else { search(&|version| serves(version, consumer)) })
 }
 
 /// A folder to look at, or why the text that names one makes no sense.
@@ -124,7 +204,7 @@ fn candidates(env: Option<&Environment>, local: &Path) -> Vec<Candidate> {
     list
 }
 
-fn first_fit(candidates: Vec<Candidate>, wanted: &dyn Fn(CudaVersion) -> Result<()>, memo: &Memo) -> Found {
+fn first_fit(candidates: Vec<Candidate>, fit: &dyn Fn(&Path, &str) -> Result<Toolkit, String>) -> Found {
     let mut rejected: Vec<Rejected> = Vec::new();
     let mut seen: Vec<PathBuf> = Vec::new();
     for Candidate { origin, root, nonsense } in candidates {
@@ -133,14 +213,11 @@ fn first_fit(candidates: Vec<Candidate>, wanted: &dyn Fn(CudaVersion) -> Result<
             continue;
         }
         seen.push(real);
-        let fit = match nonsense {
+        let looked_at = match nonsense {
             Some(why) => Err(why),
-            // Its version first: what else a toolkit that is too old lacks is of no use to anybody.
-            None => release(&root, memo)
-                .and_then(|(_, version)| wanted(version).map_err(|e| brief(&e)))
-                .and_then(|()| at(&root, &origin, memo)),
+            None => fit(&root, &origin),
         };
-        match fit {
+        match looked_at {
             Ok(toolkit) => return Found { toolkit: Some(toolkit), rejected },
             Err(why) => {
                 tracing::info!("the toolkit {} ({origin}) is passed over: {why}", root.display());
@@ -227,6 +304,7 @@ pub fn at(root: &Path, origin: &str, memo: &Memo) -> Result<Toolkit, String> {
     let nvcc = root.join("bin/nvcc");
     let include = headers(root, version, memo)?;
     let (cudart, cudart_soname) = runtime(root, version, memo)?;
+    let cudart_static = runtime_folders(root).map(|folder| folder.join(STATIC_NAME)).find(|file| file.is_file());
     let tools = tools(root, &nvcc)?;
     Ok(Toolkit {
         root: root.to_owned(),
@@ -236,6 +314,7 @@ pub fn at(root: &Path, origin: &str, memo: &Memo) -> Result<Toolkit, String> {
         include,
         cudart,
         cudart_soname,
+        cudart_static,
         tools,
         origin: origin.to_owned(),
     })
@@ -308,17 +387,19 @@ fn stated_version(header: &Path) -> Result<String> {
     Ok(CudaVersion::new(number / 1000, number % 1000 / 10).to_string())
 }
 
+/// The folders below `root` in which toolkits keep their CUDA runtime.
+fn runtime_folders(root: &Path) -> impl Iterator<Item = PathBuf> + use<'_> {
+    let machine = std::env::consts::ARCH;
+    let targets = target_folders().iter().map(|target| root.join("targets").join(target).join("lib"));
+    let multiarch = root.join("lib").join(format!("{machine}-linux-gnu"));
+    ["lib64", "lib"].map(|lib| root.join(lib)).into_iter().chain(targets).chain([multiarch])
+}
+
 /// The libcudart of `root` to link, and its SONAME.
 fn runtime(root: &Path, version: CudaVersion, memo: &Memo) -> Result<(PathBuf, String), String> {
-    let machine = std::env::consts::ARCH;
-    let folders = ["lib64", "lib"]
-        .map(|lib| root.join(lib))
-        .into_iter()
-        .chain(target_folders().iter().map(|target| root.join("targets").join(target).join("lib")))
-        .chain([root.join("lib").join(format!("{machine}-linux-gnu"))]);
     let expected = format!("libcudart.so.{}", version.major);
     let mut faults = Vec::new();
-    for folder in folders {
+    for folder in runtime_folders(root) {
         for name in ["libcudart.so", &expected] {
             let file = folder.join(name);
             if !file.is_file() {
@@ -336,7 +417,7 @@ fn runtime(root: &Path, version: CudaVersion, memo: &Memo) -> Result<(PathBuf, S
 }
 
 /// The SONAME of a shared library for this machine.
-fn soname(file: &Path) -> Result<String> {
+pub(super) fn soname(file: &Path) -> Result<String> {
     let wrong = |why: String| Error::machine(format!("{} cannot be linked", file.display())).because(why);
     let bytes = fs::read(file).map_err(|e| Error::io("read", file, e))?;
     let read = || -> object::read::Result<(elf::Machine, Option<String>)> {
@@ -558,11 +639,16 @@ fn learn_host(path: &Path, args: &[String]) -> Result<String> {
     Ok(serde_json::to_string(&LearntHost { version, tools }).expect("paths of programs are UTF-8 or were read as such"))
 }
 
-/// The flags that link a product to the toolkit's libcudart, whose folder is called `folder` where the link runs. By file
-/// name: pip toolkits have no `libcudart.so`.
-pub fn link_flags(toolkit: &Toolkit, folder: &str) -> [String; 2] {
-    let file = toolkit.cudart.file_name().unwrap_or_default();
-    [format!("-L{folder}"), format!("-l:{}", file.display())]
+/// The flags that link a product to its CUDA runtime, whose folder is called `folder` where the link runs. By file name: pip
+/// toolkits have no `libcudart.so`.
+pub fn link_flags(cudart: &Cudart, folder: &str) -> Vec<String> {
+    let file = cudart.file().file_name().unwrap_or_default().display().to_string();
+    let mut flags = vec![format!("-L{folder}"), format!("-l:{file}")];
+    if let Cudart::Static { .. } = cudart {
+        // Not one of its symbols may be seen: another file of the process would be bound to this runtime.
+        flags.extend(["-lrt".to_owned(), "-lpthread".to_owned(), "-ldl".to_owned(), format!("-Wl,--exclude-libs,{file}")]);
+    }
+    flags
 }
 
 /// The functions of the CUDA driver that this toolkit's `cuda.h` declares, with the names that they have in the library.
@@ -584,16 +670,16 @@ pub fn host_library(host: &HostCompiler, name: &str) -> Option<PathBuf> {
     Some(PathBuf::from(ran.stdout.trim())).filter(|path| path.is_absolute() && path.is_file())
 }
 
-/// Proves that the host compiler compiles against the toolkit's headers and links its libcudart, with the flags of the real link.
-pub fn probe_link(toolkit: &Toolkit, host: &HostCompiler, staging: &Path) -> Result<()> {
+/// Proves that the host compiler compiles against the toolkit's headers and links `cudart`, with the flags of the real link.
+pub fn probe_link(toolkit: &Toolkit, cudart: &Cudart, host: &HostCompiler, staging: &Path) -> Result<()> {
     let dir = probe_folder(staging)?;
     let source = dir.path().join("probe.cpp");
     let text = "#include <cuda_runtime_api.h>\n#include <string>\nextern \"C\" int probe() { return std::string(cudaGetErrorString(cudaGetLastError())).empty(); }\n";
     fs::write(&source, text).map_err(|e| Error::io("write", &source, e))?;
-    let folder = toolkit.cudart.parent().unwrap_or(&toolkit.root);
+    let folder = cudart.file().parent().unwrap_or(&toolkit.root);
     let mut command = Command::new(&host.path);
     command.args(&host.args).args(["-shared", "-fPIC", "-Wl,--no-undefined", "-o"]).arg(dir.path().join("probe.so"));
-    command.arg("-I").arg(&toolkit.include).arg(&source).args(link_flags(toolkit, &folder.to_string_lossy()));
+    command.arg("-I").arg(&toolkit.include).arg(&source).args(link_flags(cudart, &folder.to_string_lossy()));
     probe(&mut command, dir.path(), "a small library does not compile and link against this toolkit", toolkit, host)
 }
 
@@ -641,8 +727,8 @@ fn advise(error: Error, said: &str, toolkit: &Toolkit, host: &HostCompiler) -> E
         error.hint("free some disk space, or set FI_ARCH_HOME to a folder on another disk")
     } else if says(&["cannot find -l", "incompatible", "file in wrong format", "file not recognized"]) {
         error.hint(format!(
-            "the libcudart of this toolkit ({}) cannot be linked: name another with --toolkit",
-            toolkit.cudart.display()
+            "the CUDA runtime of this toolkit ({}) cannot be linked: name another with --toolkit",
+            toolkit.root.display()
         ))
     } else if says(&["fatal error: string", "'string' file not found", "cannot find 'ld'", "cc1plus"]) {
         error.hint("the host compiler is not whole: `apt-get install g++`, `dnf install gcc-c++`, or set CXX to another")

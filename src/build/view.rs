@@ -23,7 +23,7 @@ pub const TVM_FFI: &str = "tvm_ffi";
 pub const CUDA: &str = "cuda";
 /// The link to the toolkit's headers, where they are not in the root's `include` (conda).
 pub const CUDA_INCLUDE: &str = "cuda_include";
-/// The link to libcudart's folder, where it is not below the toolkit's root.
+/// The link to the folder of the CUDA runtime, where it is not below the toolkit's root.
 pub const CUDA_LIB: &str = "cuda_lib";
 /// The folder of the overlay's files.
 pub const OVERLAY: &str = "overlay";

@@ -8,6 +8,7 @@ use serde_json::json;
 use super::explain;
 use super::output::Output;
 use super::progress::Progress;
+use crate::build::consumer::Consumer;
 use crate::build::provision::Mode;
 use crate::cancel;
 use crate::error::{Error, Result};
@@ -38,6 +39,13 @@ pub struct Args {
     /// The Python environment to build for: a venv, a conda prefix, a site-packages or dist-packages folder
     #[arg(long, value_name = "DIR")]
     env: Option<PathBuf>,
+
+    /// Who will load the artifact: torch==2.9.1+cu128, cu128, cuda==12.8 [default: the torch of the environment]
+    ///
+    /// Its CUDA runtime is what the artifact will need. Where no toolkit here has that one, the runtime of CUDA 13 is linked into
+    /// the artifact, which then needs driver 580 or newer.
+    #[arg(long = "for", value_name = "WHO")]
+    consumer: Option<String>,
 
     /// The CUDA toolkit to build with, and no other
     #[arg(long, value_name = "DIR")]
@@ -135,6 +143,7 @@ fn requests(args: &Args) -> Result<Vec<Request>> {
         target,
         flashinfer: args.flashinfer.clone(),
         env: args.env.clone(),
+        consumer: args.consumer.clone(),
         toolkit: args.toolkit.clone(),
         jobs: args.jobs.map(usize::from),
         mode: if args.offline { Mode::Offline } else { Mode::Online },
@@ -204,6 +213,8 @@ fn built_json(built: &Built, started: Instant) -> serde_json::Value {
         "with_dependency_marks": manifest.verdict.with_dependency_marks,
         "need_no_marks": manifest.verdict.need_no_marks,
         "edits": ids(&prepared.overlay),
+        "consumer": prepared.consumer.as_ref().map(|consumer| &consumer.name),
+        "cudart": prepared.cudart.word(),
         "min_driver": prepared.min_driver,
         "sha256": manifest.artifact.sha256,
         "nvcc": prepared.toolkit.full_version,
@@ -225,17 +236,27 @@ fn built_text(built: &Built, started: Instant) -> String {
     let how = if built.hit { "from the store" } else { "built" };
     format!(
         "{module} for {target}, FlashInfer {version}: {word}\n  artifact  {path} ({mb:.1} MB)\n  proven    {proven}\n  repaired  {repaired}\n  \
-         needs     {needs}\n  key       {key}, {how} in {elapsed} s\n",
+         for       {loader}\n  needs     {needs}\n  key       {key}, {how} in {elapsed} s\n",
         module = prepared.module.name,
         target = prepared.target,
         word = verdict.verdict,
         path = built.entry.artifact.display(),
         mb = manifest.artifact.bytes as f64 / 1e6,
         proven = proven(manifest),
+        loader = loader(prepared.consumer.as_ref()),
         needs = needs(manifest, prepared.min_driver),
         key = built.entry.key.short(),
         elapsed = seconds(started),
     ) + &built.explanation.as_ref().map(explain::to_text).unwrap_or_default()
+}
+
+/// Who will load the artifact, in one line.
+fn loader(consumer: Option<&Consumer>) -> String {
+    match consumer {
+        None => "anyone with this CUDA runtime: no torch with CUDA was found, and none named with --for".to_owned(),
+        Some(Consumer { name, cudart: Some(file), .. }) => format!("{name}, whose CUDA runtime is {}", file.display()),
+        Some(consumer) => format!("{}, whose CUDA runtime is a {}", consumer.name, consumer.soname()),
+    }
 }
 
 /// What the judge proved, in one line.
@@ -256,6 +277,9 @@ fn proven(manifest: &Manifest) -> String {
 fn needs(manifest: &Manifest, min_driver: Option<&str>) -> String {
     let verdict = &manifest.verdict;
     let mut needs: Vec<String> = verdict.needed.iter().filter(|name| name.starts_with("libcudart")).cloned().collect();
+    if manifest.cudart == "static" {
+        needs.push("no libcudart: its CUDA runtime is linked in (static)".to_owned());
+    }
     needs.extend(min_driver.map(|driver| format!("driver {driver} or newer")));
     needs.extend(verdict.glibc_floor.iter().map(|floor| format!("glibc {floor}")));
     needs.extend(verdict.libstdcxx_floor.iter().map(|floor| format!("libstdc++ {floor}")));
@@ -275,6 +299,8 @@ fn dry_json(dry: &DryRun, request: &Request, started: Instant) -> serde_json::Va
         "kernels": entry.map(|entry| entry.manifest.verdict.kernels),
         "hollow": entry.map(|entry| entry.manifest.verdict.hollow),
         "edits": ids(&dry.overlay),
+        "consumer": dry.consumer.as_ref().map(|consumer| &consumer.name),
+        "cudart": dry.cudart,
         "min_driver": dry.min_driver,
         "would_fetch": dry.would_fetch,
         "commands": dry.planned.as_ref().map(|planned| planned.plan.commands().collect::<Vec<_>>()),
@@ -296,6 +322,13 @@ fn dry_text(dry: &DryRun, request: &Request) -> String {
             edit.id, edit.path, edit.line, edit.sites, edit.reason
         ));
     }
+    let runtime = match dry.cudart {
+        "static" => "linked into the artifact (static)".to_owned(),
+        _ => dry.consumer.as_ref().map_or("shared".to_owned(), |consumer| format!("shared, {}", consumer.soname())),
+    };
+    let driver = dry.min_driver.map_or(String::new(), |driver| format!("; driver {driver} or newer"));
+    text.push_str(&format!("  for       {}\n", loader(dry.consumer.as_ref())));
+    text.push_str(&format!("  cudart    {runtime}{driver}\n"));
     for thing in &dry.would_fetch {
         text.push_str(&format!("  fetch     {thing}\n"));
     }

@@ -403,6 +403,7 @@ fn describe(manifest: &Manifest, folder: &str) -> String {
     line("nvcc", &manifest.nvcc);
     line("host compiler", &manifest.host_compiler);
     line("flags", &manifest.flags.join(" "));
+    line("CUDA runtime", if manifest.cudart == "static" { "linked in (static)" } else { "shared" });
     line("oldest driver", &or_unknown(&manifest.min_driver));
     line("verdict", &verdict.verdict);
     line("kernels", &format!("{}, {} hollow", verdict.kernels, verdict.hollow));

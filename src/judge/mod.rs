@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 
 use serde::Serialize;
 
-use crate::cubin::{Inventory, Kernel, Kind, Symbol};
+use crate::cubin::{Inventory, Kernel, Kind, Linkage, Symbol};
 use crate::target::Target;
 
 /// The version of these rules. A verdict given under other rules is no verdict under these, so it is part of every key.
-pub const RULES: &str = "1";
+pub const RULES: &str = "2";
 
 /// What an artifact has to be.
 #[derive(Debug)]
@@ -20,7 +20,9 @@ pub struct Expectation<'a> {
     pub marks_required: bool,
     /// Kernels whose mangled name contains one of these are launched plainly and need no marks.
     pub launched_plainly: &'a [String],
-    /// The libraries that will be there when the artifact is loaded.
+    /// The libcudart of the process that will load it; none: the artifact must hold a CUDA runtime of its own.
+    pub cudart: Option<&'a Owner>,
+    /// The other libraries that will be there when the artifact is loaded.
     pub owners: &'a [Owner],
 }
 
@@ -35,7 +37,7 @@ pub struct Owner {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Fault {
     /// Stable, for scripts: `no-code`, `wrong-target`, `ptx`, `unknown-code`, `missing-kernel`, `unregistered-kernel`,
-    /// `hollow-kernel`, `opaque-kernel`, `missing-marks`, `missing-export`, `no-linkage`, `no-owner`.
+    /// `hollow-kernel`, `opaque-kernel`, `missing-marks`, `missing-export`, `no-linkage`, `wrong-runtime`, `no-owner`.
     pub code: &'static str,
     pub message: String,
     /// What it concerns: kernels or symbols, by name.
@@ -147,24 +149,13 @@ pub fn judge(inventory: &Inventory, expected: &Expectation) -> Verdict {
             if !missing.is_empty() {
                 fault("missing-export", format!("{} functions of the sources are not exported", missing.len()), missing);
             }
-            let orphans: Vec<String> = linkage
-                .undefined
-                .iter()
-                .filter(|symbol| !symbol.weak)
-                .filter(|symbol| {
-                    !expected.owners.iter().any(|owner| {
-                        owner.exports.iter().any(|export| {
-                            export.name == symbol.name && (symbol.version.is_none() || symbol.version == export.version)
-                        })
-                    })
-                })
-                .map(|symbol| symbol.name.clone())
-                .collect();
+            let orphans = orphans(linkage, |symbol| !is_of_runtime(symbol), expected.owners);
             if !orphans.is_empty() {
                 let owners: Vec<&str> = expected.owners.iter().map(|owner| owner.name.as_str()).collect();
                 let message = format!("{} undefined symbols have no owner among {}", orphans.len(), owners.join(", "));
                 fault("no-owner", message, orphans);
             }
+            faults.extend(runtime_faults(linkage, expected.cudart));
         }
     }
 
@@ -175,6 +166,55 @@ pub fn judge(inventory: &Inventory, expected: &Expectation) -> Verdict {
         need_no_marks,
         faults,
     }
+}
+
+/// What stands between an artifact and the CUDA runtime of the process that will load it: `cudart`, or none where the artifact
+/// must hold its own. This part of the verdict depends on who loads it, so it is given anew for everyone who is handed it.
+pub fn runtime_faults(linkage: &Linkage, cudart: Option<&Owner>) -> Vec<Fault> {
+    let mut faults = Vec::new();
+    let mut fault = |code, message: String, names: Vec<String>| faults.push(Fault { code, message, names });
+    let needed: Vec<String> = linkage.needed.iter().filter(|name| name.starts_with("libcudart")).cloned().collect();
+    match cudart {
+        Some(owner) if needed != [owner.name.as_str()] => {
+            let message = format!("it needs {} where {} alone is right", list_or_none(&needed), owner.name);
+            fault("wrong-runtime", message, needed);
+        }
+        None if !needed.is_empty() => {
+            let message = format!("it needs {} although the runtime is to be linked in", needed.join(", "));
+            fault("wrong-runtime", message, needed);
+        }
+        _ => {}
+    }
+    let orphans = orphans(linkage, is_of_runtime, cudart.map(std::slice::from_ref).unwrap_or_default());
+    if !orphans.is_empty() {
+        let where_to = cudart.map_or("the runtime that was linked in", |owner| owner.name.as_str());
+        fault("no-owner", format!("{} undefined symbols of the CUDA runtime are not in {where_to}", orphans.len()), orphans);
+    }
+    let exported: Vec<String> = linkage.exports.iter().filter(|s| is_of_runtime(s)).map(|s| s.name.clone()).collect();
+    if !exported.is_empty() {
+        let message = format!("it exports {} symbols of the CUDA runtime, to which others could be bound", exported.len());
+        fault("wrong-runtime", message, exported);
+    }
+    faults
+}
+
+fn list_or_none(names: &[String]) -> String {
+    if names.is_empty() { "no libcudart".to_owned() } else { names.join(", ") }
+}
+
+/// Does a symbol belong to the CUDA runtime by its name (`cudaMalloc`, `__cudaRegisterFunction`)?
+fn is_of_runtime(symbol: &Symbol) -> bool {
+    symbol.name.trim_start_matches('_').starts_with("cuda")
+}
+
+/// The undefined symbols among the `concerned` that no owner exports.
+fn orphans(linkage: &Linkage, concerned: impl Fn(&Symbol) -> bool, owners: &[Owner]) -> Vec<String> {
+    let fits = |export: &Symbol, symbol: &Symbol| {
+        export.name == symbol.name && (symbol.version.is_none() || symbol.version == export.version)
+    };
+    let owned = |symbol: &Symbol| owners.iter().any(|owner| owner.exports.iter().any(|export| fits(export, symbol)));
+    let undefined = linkage.undefined.iter().filter(|symbol| !symbol.weak && concerned(symbol));
+    undefined.filter(|symbol| !owned(symbol)).map(|symbol| symbol.name.clone()).collect()
 }
 
 fn owned<'a>(names: impl Iterator<Item = &'a &'a str>) -> Vec<String> {
@@ -196,4 +236,41 @@ pub fn exports_of(sources: &[Vec<u8>]) -> BTreeSet<String> {
                 .collect::<Vec<_>>()
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn symbols(names: &[&str]) -> Vec<Symbol> {
+        names.iter().map(|name| Symbol { name: (*name).to_owned(), version: None, weak: false }).collect()
+    }
+
+    fn artifact(needed: &[&str], undefined: &[&str], exports: &[&str]) -> Linkage {
+        let needed = needed.iter().map(|name| (*name).to_owned()).collect();
+        Linkage { needed, undefined: symbols(undefined), exports: symbols(exports), ..Linkage::default() }
+    }
+
+    fn codes(linkage: &Linkage, cudart: Option<&Owner>) -> Vec<&'static str> {
+        runtime_faults(linkage, cudart).iter().map(|fault| fault.code).collect()
+    }
+
+    #[test]
+    fn a_shared_artifact_needs_exactly_the_runtime_of_its_consumer() {
+        let cudart = Owner { name: "libcudart.so.12".to_owned(), exports: symbols(&["cudaMalloc", "__cudaRegisterFunction"]) };
+        let calls = ["cudaMalloc", "__cudaRegisterFunction", "TVMFFIError"];
+        assert_eq!(codes(&artifact(&["libc.so.6", "libcudart.so.12"], &calls, &[]), Some(&cudart)), [] as [&str; 0]);
+        assert_eq!(codes(&artifact(&["libcudart.so.13"], &calls, &[]), Some(&cudart)), ["wrong-runtime"]);
+        assert_eq!(codes(&artifact(&["libcudart.so.12", "libcudart.so.13"], &[], &[]), Some(&cudart)), ["wrong-runtime"]);
+        assert_eq!(codes(&artifact(&[], &[], &[]), Some(&cudart)), ["wrong-runtime"]);
+        assert_eq!(codes(&artifact(&["libcudart.so.12"], &["cudaNewInMinor9"], &[]), Some(&cudart)), ["no-owner"]);
+    }
+
+    #[test]
+    fn a_static_artifact_neither_needs_nor_gives_a_symbol_of_a_runtime() {
+        assert_eq!(codes(&artifact(&["libc.so.6"], &["dlopen", "TVMFFIError"], &["__tvm_ffi_x"]), None), [] as [&str; 0]);
+        assert_eq!(codes(&artifact(&["libcudart.so.13"], &[], &[]), None), ["wrong-runtime"]);
+        assert_eq!(codes(&artifact(&[], &["__cudaRegisterFatBinary"], &[]), None), ["no-owner"]);
+        assert_eq!(codes(&artifact(&[], &[], &["cudaMalloc"]), None), ["wrong-runtime"]);
+    }
 }

@@ -7,7 +7,7 @@ use super::{Built, verdict_record};
 use crate::cubin;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
-use crate::judge::{self, Expectation};
+use crate::judge::{self, Expectation, Owner};
 use crate::store::{Bundle, Entry, Store};
 use crate::tables::{DependencyMarks, Tables};
 use crate::target::{self, Target};
@@ -71,6 +71,15 @@ fn judge(bundle: &Bundle) -> Result<()> {
     let inventory = cubin::read_bytes(&bundle.artifact)
         .map_err(|error| Error::refused("its artifact cannot be read").because(error.what()).because(error.why().join("; ")))?;
     let exports: BTreeSet<String> = manifest.verdict.exports.iter().cloned().collect();
+    // Which functions that runtime has is for the machine that loads the artifact to say; which one it is, the artifact says.
+    let runtime = match manifest.cudart.as_str() {
+        "static" => None,
+        "shared" => manifest.verdict.needed.iter().find(|name| name.starts_with("libcudart")).cloned().or(Some(String::new())),
+        other => {
+            return Err(Error::refused(format!("its manifest names an unknown kind of CUDA runtime, {}", other.escape_debug())));
+        }
+    };
+    let runtime = runtime.map(|name| Owner { name, exports: Vec::new() });
     let mut verdict = judge::judge(
         &inventory,
         &Expectation {
@@ -79,6 +88,7 @@ fn judge(bundle: &Bundle) -> Result<()> {
             marks_required: module.dependency_marks == DependencyMarks::Required,
             launched_plainly: &module.launched_plainly,
             owners: &[],
+            cudart: runtime.as_ref(),
         },
     );
     verdict.faults.retain(|fault| fault.code != "no-owner");

@@ -36,6 +36,9 @@ pub struct Manifest {
     /// The file beside the manifest that names every input; see [`Inputs`](super::Inputs). The store fills it in.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub inputs: Option<FileRecord>,
+    /// How it gets its CUDA runtime: `shared` (it needs a libcudart, see `verdict.needed`) or `static` (it holds one).
+    #[serde(default = "shared")]
+    pub cudart: String,
     /// The oldest driver that can load the artifact, where it is known.
     pub min_driver: Option<String>,
     /// RFC 3339, UTC; see [`timestamp`].
@@ -46,6 +49,10 @@ pub struct Manifest {
     pub elapsed_s: f64,
     /// Built by a test, from fakes: never to be installed.
     pub test_only: bool,
+}
+
+fn shared() -> String {
+    "shared".to_owned()
 }
 
 /// A file in the manifest's folder.

@@ -18,10 +18,21 @@ use crate::memo::Memo;
 pub struct Environment {
     /// The folders that packages are imported from, in the order in which Python searches them. All exist.
     pub site_packages: Vec<PathBuf>,
+    /// What Python searches before them: the folders of `PYTHONPATH`, for the active environment alone. They belong to somebody
+    /// else: read, never written to.
+    pub python_path: Vec<PathBuf>,
     /// Who named it: `--env DIR`, `VIRTUAL_ENV`, `CONDA_PREFIX` or `python3 on PATH`.
     pub origin: String,
     /// Python's `sys.prefix`.
     pub prefix: PathBuf,
+}
+
+impl Environment {
+    /// One folder like a site-packages, taken for an environment of its own.
+    pub fn of_folder(site: &Path) -> Self {
+        let origin = site.display().to_string();
+        Self { site_packages: vec![site.to_owned()], python_path: Vec::new(), origin, prefix: site.to_owned() }
+    }
 }
 
 /// The environment that `--env` names, else the active one (`VIRTUAL_ENV`, `CONDA_PREFIX`), else that of `python3` on `PATH`.
@@ -29,6 +40,21 @@ pub fn environment(explicit: Option<&Path>, memo: &Memo) -> Result<Option<Enviro
     if let Some(dir) = explicit {
         return named(dir).map(Some);
     }
+    let active = active(memo)?;
+    Ok(active.map(|environment| Environment { python_path: python_path(), ..environment }))
+}
+
+/// The folders of `PYTHONPATH` that exist, in order. As Python reads it: an empty entry is the working folder.
+fn python_path() -> Vec<PathBuf> {
+    let Some(value) = env::var(env::PYTHONPATH) else { return Vec::new() };
+    let dirs = std::env::split_paths(&value).filter_map(|dir| match dir.as_os_str().is_empty() {
+        true => std::env::current_dir().ok(),
+        false => std::path::absolute(dir).ok(),
+    });
+    dirs.filter(|dir| dir.is_dir()).collect()
+}
+
+fn active(memo: &Memo) -> Result<Option<Environment>> {
     if let Some(dir) = env::var(env::VIRTUAL_ENV) {
         let dir = absolute(Path::new(&dir))?;
         return match of_prefix(&dir, env::VIRTUAL_ENV, None) {
@@ -73,7 +99,8 @@ fn named(dir: &Path) -> Result<Environment> {
         // …/lib/python3.12/site-packages belongs to the prefix three folders up; a `pip --target` folder to none.
         let prefix =
             dir.parent().filter(|lib| named_so && version_of_folder(lib).is_some()).and_then(|lib| lib.ancestors().nth(2));
-        return Ok(Environment { prefix: prefix.unwrap_or(&dir).to_owned(), site_packages: vec![dir], origin });
+        let prefix = prefix.unwrap_or(&dir).to_owned();
+        return Ok(Environment { prefix, site_packages: vec![dir], python_path: Vec::new(), origin });
     }
     Err(error(why_not(&dir)))
 }
@@ -126,7 +153,7 @@ fn of_prefix(prefix: &Path, origin: &str, version: Option<String>) -> Option<Env
             site_packages.push(dir);
         }
     }
-    Some(Environment { site_packages, origin: origin.to_owned(), prefix: prefix.to_owned() })
+    Some(Environment { site_packages, python_path: Vec::new(), origin: origin.to_owned(), prefix: prefix.to_owned() })
 }
 
 /// The package folders under `prefix` itself that exist, as `site.getsitepackages()` orders them.
@@ -301,7 +328,7 @@ fn on_path(memo: &Memo) -> Result<Option<Environment>> {
     }
     let user = told.sites.iter().find_map(|dir| dir.parent().and_then(version_of_folder)).and_then(|version| user_site(&version));
     let site_packages: Vec<PathBuf> = user.into_iter().chain(told.sites.into_iter().filter(|dir| dir.is_dir())).collect();
-    Ok((!site_packages.is_empty()).then_some(Environment { site_packages, origin, prefix: told.prefix }))
+    Ok((!site_packages.is_empty()).then_some(Environment { site_packages, python_path: Vec::new(), origin, prefix: told.prefix }))
 }
 
 fn ask(program: &Path) -> Result<String> {

@@ -88,7 +88,7 @@ pub fn tvm_ffi(env: &Environment) -> Result<Option<TvmFfi>> {
 
 /// The tvm-ffi in one folder like a site-packages.
 pub fn tvm_ffi_in(site: &Path) -> Result<Option<TvmFfi>> {
-    tvm_ffi(&Environment { site_packages: vec![site.to_owned()], origin: site.display().to_string(), prefix: site.to_owned() })
+    tvm_ffi(&Environment::of_folder(site))
 }
 
 /// The torch that `import torch` finds in `env`.
@@ -108,6 +108,32 @@ pub fn torch(env: &Environment) -> Result<Option<Torch>> {
         _ => None,
     });
     Ok(Some(Torch { version, cuda, cxx11_abi }))
+}
+
+/// The CUDA runtimes (`libcudart.so.12`, …) that the packages of `env` bring: those of NVIDIA's wheels in the order in which
+/// Python would find them, then that of a conda prefix. torch loads the one that it was built with; others may lie beside it.
+pub fn cudarts(env: &Environment) -> Vec<PathBuf> {
+    let wheels = Search::new(env).folders.into_iter().flat_map(|folder| {
+        let nvidia = folder.dir.join("nvidia");
+        // CUDA 12's wheels have a folder for each library, CUDA 13's one for all: `cu13`.
+        let newer = sorted(&nvidia).into_iter().filter(|dir| {
+            let name = dir.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_prefix("cu"));
+            name.is_some_and(|rest| !rest.is_empty() && rest.bytes().all(|b| b.is_ascii_digit()))
+        });
+        std::iter::once(nvidia.join("cuda_runtime")).chain(newer).map(|dir| dir.join("lib")).collect::<Vec<_>>()
+    });
+    let is_cudart = |file: &PathBuf| {
+        let name = file.file_name().and_then(|name| name.to_str());
+        name.is_some_and(|name| name.starts_with("libcudart.so.")) && file.is_file()
+    };
+    wheels.chain([env.prefix.join("lib")]).flat_map(|dir| sorted(&dir)).filter(is_cudart).collect()
+}
+
+/// What lies in a folder, by name; nothing where it cannot be read.
+fn sorted(dir: &Path) -> Vec<PathBuf> {
+    let mut found: Vec<PathBuf> = fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
+    found.sort();
+    found
 }
 
 /// Refuses a FlashInfer without the folders that every build reads.
@@ -160,16 +186,32 @@ impl Found {
 
 /// Where Python would look for packages: folders in order, and what editable installs map.
 struct Search {
-    /// Each with `true` for a site-packages folder, `false` for one that a `.pth` file or an egg-link adds.
-    folders: Vec<(PathBuf, bool)>,
+    folders: Vec<Folder>,
     finders: Vec<PathBuf>,
+}
+
+struct Folder {
+    dir: PathBuf,
+    kind: FolderKind,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum FolderKind {
+    Site,
+    /// Added by a `.pth` file or an egg-link: what lies in it is recorded in a site-packages folder.
+    Linked,
+    /// Named by `PYTHONPATH`: nothing but itself records what lies in it.
+    PythonPath,
 }
 
 impl Search {
     fn new(env: &Environment) -> Self {
         let mut search = Self { folders: Vec::new(), finders: Vec::new() };
+        for dir in &env.python_path {
+            search.push(dir.clone(), FolderKind::PythonPath);
+        }
         for site in &env.site_packages {
-            search.push(site.clone(), true);
+            search.push(site.clone(), FolderKind::Site);
             let Ok(entries) = fs::read_dir(site) else { continue };
             let mut files: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
             files.sort();
@@ -178,7 +220,7 @@ impl Search {
                     Some("pth") => search.read_pth(site, file),
                     Some("egg-link") => {
                         if let Some(line) = read(file).lines().next() {
-                            search.push(site.join(line.trim()), false);
+                            search.push(site.join(line.trim()), FolderKind::Linked);
                         }
                     }
                     _ => {}
@@ -188,9 +230,9 @@ impl Search {
         search
     }
 
-    fn push(&mut self, dir: PathBuf, site: bool) {
-        if dir.is_dir() && !self.folders.iter().any(|(known, _)| *known == dir) {
-            self.folders.push((dir, site));
+    fn push(&mut self, dir: PathBuf, kind: FolderKind) {
+        if dir.is_dir() && !self.folders.iter().any(|known| known.dir == dir) {
+            self.folders.push(Folder { dir, kind });
         }
     }
 
@@ -203,7 +245,7 @@ impl Search {
                     self.finders.push(site.join(format!("{module}.py")));
                 }
             } else if !line.is_empty() && !line.starts_with('#') {
-                self.push(site.join(line), false);
+                self.push(site.join(line), FolderKind::Linked);
             }
         }
     }
@@ -212,13 +254,14 @@ impl Search {
     fn find(&self, module: &str, distribution: &str) -> Result<Option<Found>> {
         let is_package = |dir: &Path| dir.join("__init__.py").is_file();
         // A folder without __init__.py is a namespace: what is left of an uninstalled package, not an installed one.
-        let direct = self.folders.iter().find(|(dir, _)| is_package(&dir.join(module)));
-        if let Some((dir, is_site)) = direct {
+        let direct = self.folders.iter().find(|folder| is_package(&folder.dir.join(module)));
+        if let Some(Folder { dir, kind }) = direct {
             let dist_info = match only_record(dir, distribution)? {
                 Some(record) => Some(record),
+                None if *kind == FolderKind::PythonPath => None,
                 None => self.record(distribution)?,
             };
-            return Ok(Some(Found { package: dir.join(module), dist_info, editable: !is_site }));
+            return Ok(Some(Found { package: dir.join(module), dist_info, editable: *kind != FolderKind::Site }));
         }
         let record = self.record(distribution)?;
         let mapped = self.finders.iter().find_map(|finder| mapped_folder(&read(finder), module));
@@ -238,8 +281,8 @@ impl Search {
     }
 
     fn record(&self, distribution: &str) -> Result<Option<PathBuf>> {
-        for (dir, _) in &self.folders {
-            if let Some(record) = only_record(dir, distribution)? {
+        for folder in &self.folders {
+            if let Some(record) = only_record(&folder.dir, distribution)? {
                 return Ok(Some(record));
             }
         }

@@ -1,6 +1,7 @@
 //! What is known of FlashInfer: `arch-tables/flashinfer/` read into types. Data, not code.
 
 mod toolkits;
+mod torch;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -15,7 +16,8 @@ use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::target::CudaVersion;
 
-pub use toolkits::min_driver;
+pub use toolkits::{knows_cuda, min_driver};
+pub use torch::cuda_of_torch;
 
 /// The files of a release that decide its recipe, relative to the folder that holds `flashinfer/`.
 pub const RECIPE_FILES: [&str; 3] = ["flashinfer/jit/core.py", "flashinfer/jit/cpp_ext.py", "flashinfer/compilation_context.py"];

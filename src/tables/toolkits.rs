@@ -27,10 +27,19 @@ struct Gpu {
     min_driver: String,
 }
 
+fn table() -> &'static Table {
+    static TABLE: OnceLock<Table> = OnceLock::new();
+    TABLE.get_or_init(|| super::parse("toolkits", include_str!("../../arch-tables/toolkits.toml")))
+}
+
+/// Do the tables know CUDA releases of this major version?
+pub fn knows_cuda(major: u32) -> bool {
+    table().toolkit.iter().any(|row| row.major == major)
+}
+
 /// The oldest Linux driver that runs code for `target` built with CUDA `version`; None where the tables don't know it.
 pub fn min_driver(version: CudaVersion, target: Target) -> Option<&'static str> {
-    static TABLE: OnceLock<Table> = OnceLock::new();
-    let table = TABLE.get_or_init(|| super::parse("toolkits", include_str!("../../arch-tables/toolkits.toml")));
+    let table = table();
     let of_toolkit = table.toolkit.iter().find(|row| row.major == version.major)?;
     let of_gpu = table.gpu.iter().find(|row| row.sm == target.sm);
     let drivers = std::iter::once(of_toolkit.min_driver.as_str()).chain(of_gpu.map(|row| row.min_driver.as_str()));

@@ -204,18 +204,48 @@ fn an_altered_artifact_is_never_handed_out() {
     assert_eq!(fs::read(again["artifact"].as_str().unwrap()).unwrap(), good, "the same plan gives the same bytes");
 }
 
+/// The words before a command that make it run as another user, who then owns `sandbox`; none where that may not be.
+fn another_user(sandbox: &Sandbox) -> &'static [&'static str] {
+    const PREFIX: &[&str] = &["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"];
+    let ok = |command: &mut Command| command.stderr(Stdio::null()).status().is_ok_and(|status| status.success());
+    // A checkout in a home folder may be closed to others.
+    if !ok(Command::new(PREFIX[0]).args(&PREFIX[1..]).args(["test", "-x", env!("CARGO_BIN_EXE_fi-arch")])) {
+        return &[];
+    }
+    assert!(ok(Command::new("chown").args(["-Rh", "65534:65534"]).arg(sandbox.path(""))));
+    PREFIX
+}
+
 #[test]
 fn two_folders_give_the_same_bytes() {
     let (one, two) = (Sandbox::new(), Sandbox::new());
     let site = own_flashinfer(&two, "a/longer/name for a site");
-    let first = one.build(&small(&["--flashinfer", RELEASE]));
-    let second = two.build(&small(&["--flashinfer", text(&site)]));
-    assert_eq!(first["key"], second["key"]);
-    assert_eq!(first["sha256"], second["sha256"]);
-    let bytes = fs::read(first["artifact"].as_str().unwrap()).unwrap();
-    let home = one.home();
-    let needle = text(&home).as_bytes();
-    assert!(!bytes.windows(needle.len()).any(|window| window == needle), "no build path is in the artifact");
+    let tmp = two.path("tmp");
+    fs::create_dir_all(&tmp).unwrap();
+    // The runtime that the consumer brings, and the one that is linked in for it.
+    for consumer in ["cu130", "cu128"] {
+        let first = one.build(&small(&["--flashinfer", RELEASE, "--for", consumer]));
+        // Another user, with other habits; without the right to become one, the habits alone.
+        let args = [&["build", "--json"], &small(&["--flashinfer", text(&site), "--for", consumer])[..]].concat();
+        let theirs = two.command(&args);
+        let mut command = Command::new("sh");
+        command.args(["-c", "umask 077; exec \"$@\"", "sh"]).args(another_user(&two));
+        command.arg(theirs.get_program()).args(theirs.get_args()).current_dir(two.path(""));
+        for (name, value) in theirs.get_envs() {
+            match value {
+                Some(value) => command.env(name, value),
+                None => command.env_remove(name),
+            };
+        }
+        command.env("HOME", &tmp).env("TMPDIR", &tmp).env("LC_ALL", "C.UTF-8").env("TZ", "Asia/Tokyo").env("USER", "other");
+        let second = Ran::of(&mut command).exits(0).json();
+        assert_eq!((&second["cache"], &first["key"]), (&"miss".into(), &second["key"]));
+        assert_eq!(first["sha256"], second["sha256"], "{consumer}");
+        let bytes = fs::read(first["artifact"].as_str().unwrap()).unwrap();
+        let home = one.home();
+        let needle = text(&home).as_bytes();
+        assert!(!bytes.windows(needle.len()).any(|window| window == needle), "no build path is in the artifact");
+    }
 }
 
 /// A toolkit that is the fetched one but for its nvcc, a shell script; `$real` is the real nvcc.

@@ -46,6 +46,11 @@ impl Product {
     }
 
     fn judge(&self, change: impl FnOnce(&mut Expectation)) -> Verdict {
+        self.judge_beside(&own(&cudart()), change)
+    }
+
+    /// Like [`Product::judge`], where `cudart` is the runtime of the process that will load it.
+    fn judge_beside(&self, cudart: &Owner, change: impl FnOnce(&mut Expectation)) -> Verdict {
         let exports = BTreeSet::from(["__tvm_ffi_run".to_owned()]);
         let owners = owners();
         let plainly = ["initialize".to_owned()];
@@ -55,6 +60,7 @@ impl Product {
             marks_required: true,
             launched_plainly: &plainly,
             owners: &owners,
+            cudart: Some(cudart),
         };
         change(&mut expectation);
         judge(&cubin::read(&self.path("a.so")).unwrap(), &expectation)
@@ -65,13 +71,17 @@ fn cudart() -> PathBuf {
     toolkit::cuda_13_0().join("lib/libcudart.so.13")
 }
 
+fn own(path: &Path) -> Owner {
+    let linkage = cubin::linkage(path).unwrap();
+    Owner { name: linkage.soname.clone().unwrap(), exports: linkage.exports }
+}
+
 fn owners() -> Vec<Owner> {
-    let own = |path: &Path| Owner { name: path.display().to_string(), exports: cubin::linkage(path).unwrap().exports };
     let host = ["libc.so.6", "libstdc++.so.6", "libgcc_s.so.1", "libm.so.6"].map(|name| {
         let output = std::process::Command::new("c++").arg(format!("-print-file-name={name}")).output().unwrap();
         PathBuf::from(String::from_utf8(output.stdout).unwrap().trim())
     });
-    host.iter().map(|path| own(path)).chain([own(&cudart())]).collect()
+    host.iter().map(|path| own(path)).collect()
 }
 
 const SM_120F: &[&str] = &["-gencode=arch=compute_120f,code=sm_120f"];
@@ -126,11 +136,17 @@ fn a_function_that_is_not_exported_is_found() {
     let exports = BTreeSet::from(["__tvm_ffi_run".to_owned(), "__tvm_ffi_other".to_owned()]);
     let product = Product::new(RIGHT, SM_120F);
     let inventory = cubin::read(&product.path("a.so")).unwrap();
-    let owners = owners();
+    let (owners, cudart) = (owners(), own(&cudart()));
     let plainly = ["initialize".to_owned()];
     let target = Target { sm: 120, suffix: Suffix::F };
-    let expectation =
-        Expectation { target, exports: &exports, marks_required: true, launched_plainly: &plainly, owners: &owners };
+    let expectation = Expectation {
+        target,
+        exports: &exports,
+        marks_required: true,
+        launched_plainly: &plainly,
+        owners: &owners,
+        cudart: Some(&cudart),
+    };
     let verdict = judge(&inventory, &expectation);
     assert_eq!(codes(&verdict), ["missing-export"]);
     assert_eq!(verdict.faults[0].names, ["__tvm_ffi_other"]);
@@ -142,8 +158,12 @@ fn an_undefined_symbol_without_an_owner_is_found() {
     let verdict = Product::new(&source, SM_120F).judge(|_| ());
     assert_eq!(codes(&verdict), ["no-owner"]);
     assert!(verdict.faults[0].names[0].contains("nobody"));
-    let verdict = Product::new(RIGHT, SM_120F).judge(|e| e.owners = &[]);
+    let none = Owner { name: "libcudart.so.13".to_owned(), exports: Vec::new() };
+    let verdict = Product::new(RIGHT, SM_120F).judge_beside(&none, |_| ());
     assert_eq!(codes(&verdict), ["no-owner"], "the runtime's own functions need an owner too");
+    let other = Owner { name: "libcudart.so.12".to_owned(), exports: own(&cudart()).exports };
+    let verdict = Product::new(RIGHT, SM_120F).judge_beside(&other, |_| ());
+    assert_eq!(codes(&verdict), ["wrong-runtime"]);
 }
 
 #[test]

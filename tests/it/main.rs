@@ -4,6 +4,7 @@
 
 mod build;
 mod bundle;
+mod consumer;
 mod explain;
 mod inspect;
 mod judge;

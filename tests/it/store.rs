@@ -62,6 +62,7 @@ fn manifest(key: Key, content: &[u8]) -> Manifest {
             libstdcxx_floor: None,
         },
         inputs: None,
+        cudart: "shared".into(),
         min_driver: None,
         created: timestamp(),
         fi_arch: "0.1.0".into(),

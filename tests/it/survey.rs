@@ -182,6 +182,42 @@ pub fn is_child() -> bool {
 }
 
 #[test]
+fn child_flashinfer() {
+    if !is_child() {
+        return;
+    }
+    let memo = fi_arch::memo::Memo::load(&fi_arch::env::home().unwrap());
+    let found = survey::environment(None, &memo).unwrap().and_then(|env| survey::flashinfer(&env).unwrap());
+    println!("RESULT {}", found.map_or("none".to_owned(), |f| format!("{} {}", f.version, f.package.display())));
+}
+
+#[test]
+fn a_flashinfer_on_pythonpath_hides_the_installed_one_and_is_not_mistaken_for_it() {
+    let root = tempfile::tempdir().unwrap();
+    let root = root.path().canonicalize().unwrap();
+    let site = venv(&root);
+    fake_package(&site.join("flashinfer"));
+    record(&site, "flashinfer_python", "0.6.3");
+    let (tree, target) = (root.join("tree"), root.join("target"));
+    fake_package(&tree.join("flashinfer"));
+    write(tree.join("version.txt"), "0.6.12\n");
+    fake_package(&target.join("flashinfer"));
+    record(&target, "flashinfer_python", "0.6.4");
+    let (venv, home) = (root.join("venv"), root.join("home"));
+    let found = |pythonpath: &str| {
+        let vars = [("FI_ARCH_HOME", home.as_os_str()), ("VIRTUAL_ENV", venv.as_os_str()), ("PYTHONPATH", pythonpath.as_ref())];
+        in_child("survey::child_flashinfer", &vars)
+    };
+    assert_eq!(found(""), format!("0.6.3 {}", site.join("flashinfer").display()));
+    assert_eq!(found(&format!("/nonexistent:{}", tree.display())), format!("0.6.12 {}", tree.join("flashinfer").display()));
+    let both = format!("{}:{}", target.display(), tree.display());
+    assert_eq!(found(&both), format!("0.6.4 {}", target.join("flashinfer").display()));
+    // The record of the installed one says nothing of a tree that states no version.
+    fs::remove_file(tree.join("version.txt")).unwrap();
+    assert_eq!(found(tree.to_str().unwrap()), format!("unknown {}", tree.join("flashinfer").display()));
+}
+
+#[test]
 fn child_environment() {
     if !is_child() {
         return;

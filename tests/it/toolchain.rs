@@ -5,7 +5,8 @@ use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
-use fi_arch::build::toolchain::{self, Found, Toolkit};
+use fi_arch::build::consumer::Consumer;
+use fi_arch::build::toolchain::{self, Cudart, Found, Toolkit};
 use fi_arch::error::Error;
 use fi_arch::memo::Memo;
 use fi_arch::target;
@@ -32,7 +33,7 @@ fn script(path: &Path, body: &str) {
 }
 
 /// A toolkit with the layout of a system's, whose nvcc prints `release`, and whose libcudart is the real one of CUDA 13.
-fn fake_toolkit(root: &Path, release: &str, cudart_version: u32) {
+pub fn fake_toolkit(root: &Path, release: &str, cudart_version: u32) {
     script(&root.join("bin/nvcc"), &format!("echo 'Cuda compilation tools, release {release}, V{release}.61'"));
     for tool in ["bin/cudafe++", "bin/ptxas", "bin/fatbinary", "nvvm/bin/cicc"] {
         script(&root.join(tool), "exit 1");
@@ -59,11 +60,17 @@ fn the_real_wheels_are_a_toolkit_that_links_and_compiles() {
     let toolkit = toolchain::at(&root, "test", &memo).unwrap();
     assert_eq!((toolkit.full_version.as_str(), toolkit.cudart_soname.as_str()), ("13.0.88", "libcudart.so.13"));
     assert_eq!(toolkit.cudart, root.join("lib/libcudart.so.13"));
-    assert_eq!(toolchain::link_flags(&toolkit, "lib")[1], "-l:libcudart.so.13");
+    let cudart = toolkit.cudart_for(None).unwrap();
+    assert_eq!(toolchain::link_flags(&cudart, "lib"), ["-Llib", "-l:libcudart.so.13"]);
     assert!(toolkit.tools.iter().all(|tool| tool.is_file()) && toolkit.tools.len() == 7, "{:?}", toolkit.tools);
     let host = toolchain::host_compiler(&memo).unwrap();
     let staging = tempfile::tempdir().unwrap();
-    toolchain::probe_link(&toolkit, &host, staging.path()).unwrap();
+    let theirs = Consumer::parse("cu128").unwrap();
+    let linked_in = toolkit.cudart_for(Some(&theirs)).unwrap();
+    assert_eq!(linked_in, Cudart::Static { file: root.join("lib/libcudart_static.a") });
+    for cudart in [&cudart, &linked_in] {
+        toolchain::probe_link(&toolkit, cudart, &host, staging.path()).unwrap();
+    }
     let target = target::parse("120").unwrap().resolve(toolkit.version).unwrap();
     toolchain::probe_nvcc(&toolkit, &host, target, staging.path()).unwrap();
     assert_eq!(fs::read_dir(staging.path()).unwrap().count(), 0, "probes leave nothing behind");
@@ -92,10 +99,15 @@ fn a_libcudart_that_does_not_link_is_told_before_the_build() {
     let mut toolkit = toolchain::at(&real_cuda(), "test", &memo).unwrap();
     let host = toolchain::host_compiler(&memo).unwrap();
     toolkit.cudart = dir.path().join("libcudart.so.13");
-    let error = toolchain::probe_link(&toolkit, &host, dir.path()).unwrap_err();
-    assert_eq!(error.exit() as u8, 3);
-    assert!(error.why()[0].contains("cannot find -l:libcudart.so.13"), "{error}");
-    assert!(error.hints()[0].contains("--toolkit"), "{error}");
+    toolkit.cudart_static = Some(dir.path().join("libcudart_static.a"));
+    let theirs = Consumer::parse("cu128").unwrap();
+    for (consumer, name) in [(None, "libcudart.so.13"), (Some(&theirs), "libcudart_static.a")] {
+        let cudart = toolkit.cudart_for(consumer).unwrap();
+        let error = toolchain::probe_link(&toolkit, &cudart, &host, dir.path()).unwrap_err();
+        assert_eq!(error.exit() as u8, 3);
+        assert!(error.why()[0].contains(&format!("cannot find -l:{name}")), "{error}");
+        assert!(error.hints()[0].contains("--toolkit"), "{error}");
+    }
 }
 
 #[test]
@@ -155,7 +167,7 @@ fn a_toolkit_named_by_hand_is_used_or_the_error_says_why_not() {
     fake_toolkit(&dir.path().join("cuda"), "13.0", 13000);
     let find = |path: &Path, sm: &'static str| {
         let wanted = move |version| target::parse(sm).and_then(|request| request.resolve(version)).map(drop);
-        toolchain::find(Some(path), None, &wanted, &Memo::default())
+        toolchain::find(Some(path), None, None, &wanted, &Memo::default())
     };
     for path in ["cuda", "cuda/bin", "cuda/bin/nvcc"] {
         let found = find(&dir.path().join(path), "120").unwrap();
@@ -168,7 +180,7 @@ fn a_toolkit_named_by_hand_is_used_or_the_error_says_why_not() {
     fs::remove_dir_all(dir.path().join("cuda")).unwrap();
     fake_toolkit(&dir.path().join("cuda"), "13.0", 13000);
     let refuses = |_| Err(Error::unsupported("cannot emit that"));
-    assert_eq!(exit(toolchain::find(Some(&dir.path().join("cuda")), None, &refuses, &Memo::default())), 4);
+    assert_eq!(exit(toolchain::find(Some(&dir.path().join("cuda")), None, None, &refuses, &Memo::default())), 4);
 }
 
 #[test]
@@ -183,7 +195,7 @@ fn child_find() {
         target::parse("120").and_then(|request| request.resolve(version))?;
         if refuse { Err(Error::unsupported("refused by the test")) } else { Ok(()) }
     };
-    let found = toolchain::find(None, None, &wanted, &memo).unwrap();
+    let found = toolchain::find(None, None, None, &wanted, &memo).unwrap();
     match (found.toolkit, found.rejected) {
         (Some(toolkit), _) => println!("RESULT {} from {}", toolkit.root.display(), toolkit.origin),
         (None, rejected) => {

@@ -81,9 +81,17 @@ impl Sandbox {
     pub fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_fi-arch"));
         command.args(args).env("FI_ARCH_HOME", self.home()).env("VIRTUAL_ENV", self.path("venv")).current_dir(self.dir.path());
-        for name in
-            ["CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX", "CXX", "CC", "NVCC_APPEND_FLAGS", "NVCC_PREPEND_FLAGS", "FI_ARCH_LOG"]
-        {
+        for name in [
+            "CUDA_HOME",
+            "CUDA_PATH",
+            "CONDA_PREFIX",
+            "PYTHONPATH",
+            "CXX",
+            "CC",
+            "NVCC_APPEND_FLAGS",
+            "NVCC_PREPEND_FLAGS",
+            "FI_ARCH_LOG",
+        ] {
             command.env_remove(name);
         }
         command
