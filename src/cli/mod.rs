@@ -5,6 +5,7 @@ mod cache;
 mod inspect;
 mod output;
 mod progress;
+mod scan;
 
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
@@ -45,6 +46,7 @@ Exit codes:
 enum Verb {
     Build(build::Args),
     Inspect(inspect::Args),
+    Scan(scan::Args),
     Cache(cache::Args),
 }
 
@@ -82,6 +84,7 @@ fn dispatch(verb: Verb, output: &Output) -> Result<Exit> {
     match verb {
         Verb::Build(args) => build::run(args, output),
         Verb::Inspect(args) => inspect::run(args, output),
+        Verb::Scan(args) => scan::run(args, output),
         Verb::Cache(args) => cache::run(args, output),
     }
 }

@@ -6,6 +6,7 @@ mod build;
 mod inspect;
 mod overlay;
 mod provision;
+mod scan;
 mod store;
 mod support;
 mod survey;
