@@ -3,6 +3,7 @@
 //! Tests that fetch wheels need the network (PyPI through pip) and fail without it; they never skip.
 
 mod build;
+mod doctor;
 mod inspect;
 mod overlay;
 mod provision;
