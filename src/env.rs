@@ -39,12 +39,29 @@ pub const NVCC_FLAGS: [&str; 2] = ["NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"];
 pub const COMPILER_PATH: &str = "COMPILER_PATH";
 /// The other place where a GCC driver looks for the programs it runs.
 pub const GCC_EXEC_PREFIX: &str = "GCC_EXEC_PREFIX";
+/// FlashInfer's own list of targets, which it reads at import, set to nothing as well.
+pub const FLASHINFER_CUDA_ARCH_LIST: &str = "FLASHINFER_CUDA_ARCH_LIST";
+/// Keeps FlashInfer from compiling when set to anything, `0` too.
+pub const FLASHINFER_DISABLE_JIT: &str = "FLASHINFER_DISABLE_JIT";
+/// Keeps FlashInfer from comparing its version with those of its companion packages.
+pub const FLASHINFER_DISABLE_VERSION_CHECK: &str = "FLASHINFER_DISABLE_VERSION_CHECK";
+/// Where FlashInfer keeps `.cache/flashinfer`; the home folder without it.
+pub const FLASHINFER_WORKSPACE_BASE: &str = "FLASHINFER_WORKSPACE_BASE";
+/// Where torch keeps extensions that it compiled; `~/.cache/torch_extensions` without it.
+pub const TORCH_EXTENSIONS_DIR: &str = "TORCH_EXTENSIONS_DIR";
+/// Where the dynamic loader looks first.
+pub const LD_LIBRARY_PATH: &str = "LD_LIBRARY_PATH";
 /// Disables colour when set to anything (<https://no-color.org>).
 pub const NO_COLOR: &str = "NO_COLOR";
 
 /// The value of `name`; an empty one counts as unset, as shells mean it.
 pub fn var(name: &str) -> Option<OsString> {
     std::env::var_os(name).filter(|value| !value.is_empty())
+}
+
+/// Whether `name` is set to anything but nothing.
+pub fn is_set(name: &str) -> bool {
+    var(name).is_some()
 }
 
 /// The folder of everything that fi-arch keeps: `FI_ARCH_HOME`, else the platform's cache folder `/fi-arch`.

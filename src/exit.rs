@@ -6,7 +6,7 @@
 pub enum Exit {
     /// What was asked for is so.
     Right = 0,
-    /// `inspect`, `verify`, `scan` or `smoke` looked and found a fault.
+    /// `doctor`, `inspect`, `verify`, `scan` or `smoke` looked and found a fault.
     Fault = 1,
     /// The command line is wrong.
     Usage = 2,

@@ -16,6 +16,7 @@
 //! | [`judge`] | inventory + linkage → verdict |
 //! | [`store`] | key, manifest, lock, publish, gc, bundles |
 //! | [`pipeline`] | the one place that knows build, judge and store: look up, lock, compile, judge, publish, explain; export and import |
+//! | [`verify`] | what is wrong in an environment, and what FlashInfer would load in it; `doctor` stands on it |
 //! | [`cli`] | one file a verb; human and JSON output; no logic of its own |
 
 pub mod cancel;
@@ -44,5 +45,7 @@ pub mod judge;
 pub mod store;
 
 pub mod pipeline;
+
+pub mod verify;
 
 pub mod cli;

@@ -51,6 +51,13 @@ pub struct Toolkit {
     pub origin: String,
 }
 
+impl Rejected {
+    /// Its parts are of several CUDA releases.
+    pub fn is_mixed(&self) -> bool {
+        self.why.contains("its nvcc is of CUDA") || self.why.contains("its nvcc of")
+    }
+}
+
 impl Toolkit {
     /// A command that runs this nvcc, free of the variables by which nvcc adds flags that no plan knows of.
     pub fn command(&self) -> Command {
@@ -318,6 +325,11 @@ pub fn at(root: &Path, origin: &str, memo: &Memo) -> Result<Toolkit, String> {
         tools,
         origin: origin.to_owned(),
     })
+}
+
+/// What the nvcc of `root` says its version is, whether the rest of that toolkit is fit or not.
+pub fn version(root: &Path, memo: &Memo) -> Option<CudaVersion> {
+    release(root, memo).ok().map(|(_, version)| version)
 }
 
 /// What the nvcc of `root` says its version is, in full (`13.0.88`) and as a release.

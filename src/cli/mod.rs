@@ -2,10 +2,12 @@
 
 mod build;
 mod cache;
+mod doctor;
 mod explain;
 mod inspect;
 mod output;
 mod progress;
+mod scan;
 
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
@@ -34,7 +36,7 @@ struct Cli {
 const EXIT_CODES: &str = "\
 Exit codes:
   0    what was asked for is so
-  1    inspect, verify, scan or smoke found a fault
+  1    doctor, inspect, verify, scan or smoke found a fault
   2    the command line is wrong
   3    the machine lacks something: nvcc, headers, disk, network, GPU
   4    a release, target or arch is unknown, unsupported or beyond this nvcc
@@ -44,8 +46,10 @@ Exit codes:
 
 #[derive(Debug, Subcommand)]
 enum Verb {
+    Doctor(doctor::Args),
     Build(build::Args),
     Inspect(inspect::Args),
+    Scan(scan::Args),
     Cache(cache::Args),
 }
 
@@ -81,8 +85,10 @@ pub fn main() -> Exit {
 
 fn dispatch(verb: Verb, output: &Output) -> Result<Exit> {
     match verb {
+        Verb::Doctor(args) => doctor::run(args, output),
         Verb::Build(args) => build::run(args, output),
         Verb::Inspect(args) => inspect::run(args, output),
+        Verb::Scan(args) => scan::run(args, output),
         Verb::Cache(args) => cache::run(args, output),
     }
 }

@@ -61,17 +61,16 @@ pub fn entries(bytes: &[u8], first: usize) -> Result<Vec<Entry<'_>>> {
     }
 }
 
-/// Adds the entries of the fat binary at `start` and returns where it ends.
-fn one_fatbin<'a>(bytes: &'a [u8], start: usize, fatbin: usize, found: &mut Vec<Entry<'a>>) -> Result<usize> {
-    let here = |what: &str| fault(format!("fat binary {fatbin} at offset {start:#x} {what}"));
-    let magic = u32_at(bytes, start).ok_or_else(|| here("is cut short in its header"))?;
+/// The header of a fat binary that starts with `bytes`: its own size, and the size of everything with it. `left` is how many
+/// bytes there are from there.
+pub fn container(bytes: &[u8], left: u64, here: &dyn Fn(&str) -> Error) -> Result<(usize, u64)> {
+    let short = || here("is cut short in its header");
+    let magic = u32_at(bytes, 0).ok_or_else(short)?;
     if magic != MAGIC {
         return Err(here(&format!("starts with {magic:#010x} and not with {MAGIC:#010x}")));
     }
-    let (Some(version), Some(header), Some(size)) =
-        (u16_at(bytes, start + 4), u16_at(bytes, start + 6), u64_at(bytes, start + 8))
-    else {
-        return Err(here("is cut short in its header"));
+    let (Some(version), Some(header), Some(size)) = (u16_at(bytes, 4), u16_at(bytes, 6), u64_at(bytes, 8)) else {
+        return Err(short());
     };
     if version != 1 {
         return Err(here(&format!("has version {version}; only version 1 is known")));
@@ -80,13 +79,20 @@ fn one_fatbin<'a>(bytes: &'a [u8], start: usize, fatbin: usize, found: &mut Vec<
     if header < FATBIN_HEADER {
         return Err(here(&format!("says that its header has {header} bytes; the least is {FATBIN_HEADER}")));
     }
+    let whole = size.checked_add(header as u64).filter(|whole| *whole <= left);
+    let whole = whole.ok_or_else(|| {
+        here(&format!("says that it has {size} bytes behind its header, and the file has {left} from there: cut short?"))
+    })?;
+    Ok((header, whole))
+}
+
+/// Adds the entries of the fat binary at `start` and returns where it ends.
+fn one_fatbin<'a>(bytes: &'a [u8], start: usize, fatbin: usize, found: &mut Vec<Entry<'a>>) -> Result<usize> {
+    let here = |what: &str| fault(format!("fat binary {fatbin} at offset {start:#x} {what}"));
     let left = bytes.len() - start;
-    let end = usize::try_from(size).ok().and_then(|size| size.checked_add(header)).filter(|end| *end <= left);
-    let Some(end) = end.map(|end| start + end) else {
-        return Err(here(&format!(
-            "says that it has {size} bytes behind its header, and the file has {left} from there: cut short?"
-        )));
-    };
+    let (header, whole) = container(&bytes[start..], left as u64, &here)?;
+    // Not longer than `left`, which is a usize.
+    let end = start + usize::try_from(whole).unwrap_or(left);
     let mut at = start + header;
     while at < end {
         at = one_entry(&bytes[..end], at, fatbin, found)?;
@@ -94,12 +100,30 @@ fn one_fatbin<'a>(bytes: &'a [u8], start: usize, fatbin: usize, found: &mut Vec<
     Ok(end)
 }
 
-/// Adds the entry at `start` and returns where the next one starts, which is always further on. `bytes` end with the fat binary.
-fn one_entry<'a>(bytes: &'a [u8], start: usize, fatbin: usize, found: &mut Vec<Entry<'a>>) -> Result<usize> {
-    let here = |what: &str| fault(format!("the entry at offset {start:#x} of fat binary {fatbin} {what}"));
-    let left = bytes.len() - start;
-    let head = bytes.get(start..start + ENTRY_HEADER).ok_or_else(|| here("is cut short in its header"))?;
+/// What the header of an entry says, checked as far as it can be without the payload.
+#[derive(Debug, Clone, Copy)]
+pub struct Head {
+    pub kind: Kind,
+    pub codec: Codec,
+    pub sm: u32,
+    pub suffix: &'static str,
+    /// The size of the header itself; the payload starts behind it.
+    pub header: usize,
+    /// The size of the payload without padding, where the header tells it.
+    pub stored: usize,
+    /// The size after decompression.
+    pub size: u64,
+    /// How far it is from this entry to the next one.
+    pub step: usize,
+}
+
+/// The header of the entry that starts with `head`. `left` is how many bytes the fat binary has from there.
+/// `here` makes an error that names the place.
+pub fn head(head: &[u8], left: usize, here: &dyn Fn(&str) -> Error) -> Result<Head> {
     let short = || here("is cut short in its header");
+    if left < ENTRY_HEADER {
+        return Err(short());
+    }
     let kind = u16_at(head, 0).ok_or_else(short)?;
     let header = u32_at(head, 4).ok_or_else(short)?;
     let padded = u64_at(head, 8).ok_or_else(short)?;
@@ -117,27 +141,23 @@ fn one_entry<'a>(bytes: &'a [u8], start: usize, fatbin: usize, found: &mut Vec<E
         .ok()
         .filter(|padded| *padded <= room)
         .ok_or_else(|| here(&format!("says that its payload has {padded} bytes; {room} are left")))?;
-    let payload = &bytes[start + header..start + header + padded];
     let codec = match (flags & FLAG_ZSTD != 0, flags & FLAG_LZ4 != 0) {
         (false, false) => Codec::Raw,
         (true, false) => Codec::Zstd,
         (false, true) => Codec::Lz4,
         (true, true) => return Err(here(&format!("has the flags {flags:#x}, which name two codecs"))),
     };
-    let (payload, size) = match codec {
-        Codec::Raw => (payload, padded as u64),
+    let (stored, size) = match codec {
+        Codec::Raw => (padded, padded as u64),
         Codec::Zstd | Codec::Lz4 => {
-            let payload = usize::try_from(compressed)
-                .ok()
-                .and_then(|compressed| payload.get(..compressed))
-                .ok_or_else(|| here(&format!("says that {compressed} bytes of its {padded} are compressed")))?;
-            (payload, size)
+            let stored = usize::try_from(compressed).ok().filter(|compressed| *compressed <= padded);
+            (stored.ok_or_else(|| here(&format!("says that {compressed} bytes of its {padded} are compressed")))?, size)
         }
     };
-    if size > IMAGE_MAX || size / RATIO_MAX > payload.len() as u64 {
-        return Err(here(&format!("says that {} bytes become {size}, which is absurd", payload.len())));
+    if size > IMAGE_MAX || size / RATIO_MAX > stored as u64 {
+        return Err(here(&format!("says that {stored} bytes become {size}, which is absurd")));
     }
-    found.push(Entry {
+    Ok(Head {
         kind: match kind {
             1 => Kind::Ptx,
             2 => Kind::Sass,
@@ -151,13 +171,22 @@ fn one_entry<'a>(bytes: &'a [u8], start: usize, fatbin: usize, found: &mut Vec<E
             (false, true) => "f",
             _ => "",
         },
-        fatbin,
-        at: start,
-        payload,
+        header,
+        stored,
         size,
-    });
-    // Payloads are padded to 8; the last one may end with the fat binary.
-    Ok((start + header + padded.next_multiple_of(8)).min(bytes.len()))
+        // Payloads are padded to 8; the last one may end with the fat binary.
+        step: (header + padded.next_multiple_of(8)).min(left),
+    })
+}
+
+/// Adds the entry at `start` and returns where the next one starts, which is always further on. `bytes` end with the fat binary.
+fn one_entry<'a>(bytes: &'a [u8], start: usize, fatbin: usize, found: &mut Vec<Entry<'a>>) -> Result<usize> {
+    let here = |what: &str| fault(format!("the entry at offset {start:#x} of fat binary {fatbin} {what}"));
+    let head = head(&bytes[start..], bytes.len() - start, &here)?;
+    let Head { kind, codec, sm, suffix, size, .. } = head;
+    let payload = &bytes[start + head.header..start + head.header + head.stored];
+    found.push(Entry { kind, codec, sm, suffix, fatbin, at: start, payload, size });
+    Ok(start + head.step)
 }
 
 /// Reads all entries, on all cores.
@@ -190,7 +219,7 @@ impl Entry<'_> {
 }
 
 /// The image that an entry holds.
-fn one_image(entry: &Entry<'_>) -> Result<Image> {
+pub fn one_image(entry: &Entry<'_>) -> Result<Image> {
     let mut image = Image {
         target: format!("compute_{}{}", entry.sm, entry.suffix),
         kind: entry.kind,

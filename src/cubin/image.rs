@@ -13,7 +13,7 @@ use super::{Fingerprint, Kernel, fault, info, sass};
 use crate::error::Result;
 
 const LE: LittleEndian = LittleEndian;
-type Header = elf::FileHeader64<LittleEndian>;
+pub type Header = elf::FileHeader64<LittleEndian>;
 
 /// The machine number of NVIDIA GPUs.
 pub const EM_CUDA: u16 = 190;
@@ -219,7 +219,7 @@ pub fn parse(bytes: &[u8], entry: Option<(u32, &str)>) -> Result<Cubin> {
 }
 
 /// The SM and the suffix: as the fat binary says, else as the assembler noted them, else as the flags tell.
-fn target(header: &Header, note: &[u8], entry: Option<(u32, &str)>) -> (u32, String) {
+pub fn target(header: &Header, note: &[u8], entry: Option<(u32, &str)>) -> (u32, String) {
     let flags = header.e_flags(LE).0;
     let (sm, accelerator) = match header.e_ident().abi_version {
         abi if abi >= ABI_WITH_WIDE_FLAGS => ((flags >> 8) & 0xff, EF_ACCELERATOR),

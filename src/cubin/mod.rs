@@ -13,6 +13,9 @@
 //! | `calls` | which functions a kernel can reach, and so which code counts as its own |
 //! | `linkage` | the dynamic symbols of a shared object |
 //! | `compare` | two inventories, kernel by kernel |
+//! | `scan` | a whole folder of such files |
+//! | `skim` | which targets a file has code for, from headers alone; images one by one |
+//! | `usable` | the one rule by which code for one target runs on another |
 //!
 //! # Hollow kernels
 //! A kernel is *hollow* when no instruction that it can reach can write memory outside its thread block. Such a kernel
@@ -36,8 +39,11 @@ mod image;
 mod info;
 mod linkage;
 mod sass;
+pub mod scan;
+mod skim;
 #[cfg(test)]
 mod tests;
+pub mod usable;
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -48,6 +54,7 @@ use crate::error::{Error, Result};
 use crate::exit::Exit;
 
 pub use linkage::{Linkage, Symbol, linkage};
+pub use skim::{Outline, Skim, Unread, skim};
 
 /// Everything that a file says about its GPU code.
 #[derive(Debug, Clone)]

@@ -64,8 +64,51 @@ pub fn gate(source: &[u8], function: &str, gate: &tables::Gate) -> Result<Gate, 
             found: values.len(),
         });
     };
+    list(value, source, &gate.keyword)
+}
+
+/// A function that describes a module to FlashInfer's JIT.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Generator {
+    pub name: String,
+    /// The line of its gate where it has one, else of its definition.
+    pub line: usize,
+    /// The majors that its one gate lets in; `None` where it has none.
+    pub majors: Option<Vec<u32>>,
+}
+
+/// All functions `gen_…_module` of a file, in order. `gate` says what their gates look like.
+pub fn generators(source: &[u8], gate: &tables::Gate) -> Result<Vec<Generator>, NotFound> {
+    let tree = parse(source)?;
+    let mut generators = Vec::new();
+    visit(tree.root_node(), &mut |node| {
+        let Some(name) = (node.kind() == "function_definition").then(|| node.child_by_field_name("name")).flatten() else {
+            return;
+        };
+        let name = String::from_utf8_lossy(text(name, source)).into_owned();
+        if !(name.starts_with("gen_") && name.ends_with("_module")) {
+            return;
+        }
+        let mut gates = Vec::new();
+        visit(node, &mut |call| {
+            if call.kind() == "call" && called(call, source) == Some(gate.call.as_bytes()) {
+                gates
+                    .extend(keyword_value(call, source, &gate.keyword).and_then(|value| list(value, source, &gate.keyword).ok()));
+            }
+        });
+        let line = node.start_position().row + 1;
+        generators.push(match gates.pop().filter(|_| gates.is_empty()) {
+            Some(gate) => Generator { name, line: gate.site.line, majors: Some(gate.majors) },
+            None => Generator { name, line, majors: None },
+        });
+    });
+    Ok(generators)
+}
+
+/// The gate whose list of plain integers `value` is.
+fn list(value: Node<'_>, source: &[u8], keyword: &str) -> Result<Gate, NotFound> {
     let line = value.start_position().row + 1;
-    let wrong = || NotFound::Value { keyword: gate.keyword.clone(), line };
+    let wrong = || NotFound::Value { keyword: keyword.to_owned(), line };
     if value.kind() != "list" {
         return Err(wrong());
     }

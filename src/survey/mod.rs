@@ -10,4 +10,4 @@ pub(crate) mod process;
 
 pub use environment::{Environment, environment};
 pub use gpus::{Gpu, gpus};
-pub use packages::{FlashInfer, Torch, TvmFfi, cudarts, flashinfer, flashinfer_at, torch, tvm_ffi, tvm_ffi_in};
+pub use packages::{FlashInfer, Package, Torch, TvmFfi, cudarts, flashinfer, flashinfer_at, package, torch, tvm_ffi, tvm_ffi_in};

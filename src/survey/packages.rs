@@ -26,6 +26,13 @@ pub struct TvmFfi {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Package {
+    /// Its folder.
+    pub package: PathBuf,
+    pub version: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Torch {
     /// With its local part, such as `2.9.1+cu128`.
     pub version: String,
@@ -84,6 +91,13 @@ pub fn tvm_ffi(env: &Environment) -> Result<Option<TvmFfi>> {
         None => python_string(&read(&found.package.join("_version.py")), "__version__").unwrap_or_else(unknown),
     };
     Ok(Some(TvmFfi { package: found.package, version }))
+}
+
+/// Any package: what `import module` finds, and what the record of `distribution` says its version is.
+pub fn package(env: &Environment, module: &str, distribution: &str) -> Result<Option<Package>> {
+    let Some(found) = Search::new(env).find(module, distribution)? else { return Ok(None) };
+    let version = found.dist_info.as_deref().map_or_else(|| Ok(unknown()), recorded_version)?;
+    Ok(Some(Package { package: found.package, version }))
 }
 
 /// The tvm-ffi in one folder like a site-packages.

@@ -5,11 +5,13 @@
 mod build;
 mod bundle;
 mod consumer;
+mod doctor;
 mod explain;
 mod inspect;
 mod judge;
 mod overlay;
 mod provision;
+mod scan;
 mod store;
 mod support;
 mod survey;

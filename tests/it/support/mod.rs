@@ -1,5 +1,6 @@
 //! What tests stand on: real wheels, a sandbox for the binary, and fakes for faults.
 
+pub mod probes;
 pub mod sandbox;
 pub mod toolkit;
 pub mod wheels;
