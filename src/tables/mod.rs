@@ -1,5 +1,6 @@
 //! What is known of FlashInfer: `arch-tables/flashinfer/` read into types. Data, not code.
 
+mod releases;
 mod toolkits;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -71,10 +72,8 @@ pub enum DependencyMarks {
 }
 
 /// A release of FlashInfer: a name for the digests of its files.
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone)]
 pub struct Release {
-    #[serde(deserialize_with = "from_str")]
     pub version: Version,
     /// The id of its recipe.
     pub recipe: String,
@@ -82,8 +81,8 @@ pub struct Release {
     pub tvm_ffi: String,
     /// Ids of known faults that the edits do not cure.
     pub remains: Vec<String>,
-    #[serde(default)]
     pub notes: String,
+    /// The digest of every file that the tables follow, by its path.
     pub files: BTreeMap<String, Digest>,
 }
 
@@ -165,7 +164,7 @@ pub struct Anchor {
     pub within: Option<String>,
     /// Counts only outside the body of this function.
     pub outside: Option<String>,
-    /// What an edit writes in place of, before or after what was found; `$` stands for the found text.
+    /// What an edit writes in place of what was found, or before and after it; `$` stands for the found text.
     pub replace: Option<String>,
     pub before: Option<String>,
     pub after: Option<String>,
@@ -255,12 +254,12 @@ impl Tables {
         static TABLES: OnceLock<Tables> = OnceLock::new();
         TABLES.get_or_init(|| {
             let modules: ModuleRows = parse("modules", include_str!("../../arch-tables/flashinfer/modules.toml"));
-            let releases: ReleaseRows = parse("releases", include_str!("../../arch-tables/flashinfer/releases.toml"));
+            let releases: releases::Rows = parse("releases", include_str!("../../arch-tables/flashinfer/releases.toml"));
             let defects: DefectRows = parse("defects", include_str!("../../arch-tables/flashinfer/defects.toml"));
             let recipes: RecipeRows = parse("recipes", include_str!("../../arch-tables/flashinfer/recipes.toml"));
             Tables {
                 modules: modules.module,
-                releases: releases.release,
+                releases: releases.releases(),
                 faults: releases.fault,
                 defects: defects.defect,
                 recipes: recipes.recipe,
@@ -324,7 +323,8 @@ impl Tables {
 
     /// The listed releases, for people.
     pub fn known_releases(&self) -> String {
-        self.releases.iter().map(|release| release.version.to_string()).collect::<Vec<_>>().join(", ")
+        let [first, .., last] = &self.releases[..] else { panic!("the table of releases is not empty") };
+        format!("{} to {}, as `fi-arch tables ls` lists them", first.version, last.version)
     }
 
     fn recipe(&self, id: &str) -> &Recipe {
@@ -354,7 +354,8 @@ impl Tables {
                 }
             }
         }
-        check(self.releases.is_sorted_by_key(|release| &release.version), "releases are not in order".to_owned());
+        let in_order = self.releases.is_sorted_by(|one, next| one.version < next.version);
+        check(in_order, "releases are not in order, or one stands there twice".to_owned());
         for release in &self.releases {
             let recipe = self.recipes.iter().any(|recipe| recipe.id == release.recipe);
             check(recipe, format!("release {}: no recipe {}", release.version, release.recipe));
@@ -374,22 +375,19 @@ impl Tables {
                     let empty = form.expect.is_empty() && form.edits.is_empty();
                     check(!empty, format!("{at}: nothing tells it"));
                     for anchor in &form.expect {
-                        check(anchor.texts() == 0, format!("{at}: `{}` is expected, not edited", anchor.find));
+                        let plain = [&anchor.replace, &anchor.before, &anchor.after].iter().all(|text| text.is_none());
+                        check(plain, format!("{at}: `{}` is expected, not edited", anchor.find));
                     }
                     for anchor in &form.edits {
-                        check(anchor.texts() == 1, format!("{at}: `{}` needs one of replace, before, after", anchor.find));
+                        let around = anchor.before.is_some() || anchor.after.is_some();
+                        let one = anchor.replace.is_some() != around;
+                        check(one, format!("{at}: `{}` needs `replace`, or `before` and `after`", anchor.find));
                         check(anchor.count > 0, format!("{at}: `{}` is edited nowhere", anchor.find));
                     }
                 }
             }
         }
         faults
-    }
-}
-
-impl Anchor {
-    fn texts(&self) -> usize {
-        [&self.replace, &self.before, &self.after].iter().filter(|text| text.is_some()).count()
     }
 }
 
@@ -411,13 +409,6 @@ struct ModuleRows {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct ReleaseRows {
-    release: Vec<Release>,
-    fault: Vec<Fault>,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
 struct DefectRows {
     defect: Vec<Defect>,
 }
@@ -430,10 +421,6 @@ struct RecipeRows {
 
 fn parse<T: DeserializeOwned>(name: &str, text: &str) -> T {
     toml_edit::de::from_str(text).unwrap_or_else(|error| panic!("arch-tables/flashinfer/{name}.toml: {error}"))
-}
-
-fn from_str<'de, D: Deserializer<'de>, T: FromStr<Err: std::fmt::Display>>(deserializer: D) -> Result<T, D::Error> {
-    String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
 }
 
 fn cuda_version<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<CudaVersion>, D::Error> {
