@@ -5,6 +5,7 @@ mod cache;
 mod inspect;
 mod output;
 mod progress;
+mod tables;
 
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
@@ -33,7 +34,7 @@ struct Cli {
 const EXIT_CODES: &str = "\
 Exit codes:
   0    what was asked for is so
-  1    inspect, verify, scan or smoke found a fault
+  1    inspect, verify, scan, smoke or tables check found a fault
   2    the command line is wrong
   3    the machine lacks something: nvcc, headers, disk, network, GPU
   4    a release, target or arch is unknown, unsupported or beyond this nvcc
@@ -46,6 +47,7 @@ enum Verb {
     Build(build::Args),
     Inspect(inspect::Args),
     Cache(cache::Args),
+    Tables(tables::Args),
 }
 
 /// Runs the command line of this process and says how it ended. Never panics outwards.
@@ -83,6 +85,7 @@ fn dispatch(verb: Verb, output: &Output) -> Result<Exit> {
         Verb::Build(args) => build::run(args, output),
         Verb::Inspect(args) => inspect::run(args, output),
         Verb::Cache(args) => cache::run(args, output),
+        Verb::Tables(args) => tables::run(args, output),
     }
 }
 

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::str::FromStr;
 use std::sync::OnceLock;
 
-use pep440_rs::Version;
+use pep440_rs::{Version, VersionSpecifiers};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
 
@@ -91,6 +91,9 @@ pub struct Release {
 #[serde(deny_unknown_fields)]
 pub struct Fault {
     pub id: String,
+    /// The releases that have it.
+    #[serde(deserialize_with = "from_str")]
+    pub releases: VersionSpecifiers,
     pub text: String,
 }
 
@@ -99,6 +102,9 @@ pub struct Fault {
 #[serde(deny_unknown_fields)]
 pub struct Defect {
     pub id: String,
+    /// The listed releases that have it. For people and for `tables check`: an overlay goes by what it finds.
+    #[serde(deserialize_with = "from_str")]
+    pub releases: VersionSpecifiers,
     pub causes: String,
     pub cure: String,
     pub upstream: String,
@@ -289,9 +295,21 @@ impl Tables {
         self.release(prefer).filter(fits).or_else(|| self.releases.iter().find(fits))
     }
 
+    /// Every file that the tables follow, by its path.
+    pub fn paths(&self) -> BTreeSet<&str> {
+        let of_modules = self.modules.iter().flat_map(|module| &module.files).map(String::as_str);
+        of_modules.chain(RECIPE_FILES).collect()
+    }
+
     /// The defect of that id.
     pub fn defect(&self, id: &str) -> &Defect {
         self.defects.iter().find(|defect| defect.id == id).expect("the tables' own test resolves every id")
+    }
+
+    /// The ids of the defects that `release` has in `module`, as the tables say.
+    pub fn defects_in<'t>(&'t self, release: &'t Release, module: &'t Module) -> impl Iterator<Item = &'t str> {
+        let defects = module.defects.iter().map(|id| self.defect(id));
+        defects.filter(|defect| defect.releases.contains(&release.version)).map(|defect| defect.id.as_str())
     }
 
     /// The known faults that stay in a release after the edits.
@@ -359,10 +377,6 @@ impl Tables {
         for release in &self.releases {
             let recipe = self.recipes.iter().any(|recipe| recipe.id == release.recipe);
             check(recipe, format!("release {}: no recipe {}", release.version, release.recipe));
-            for id in &release.remains {
-                let known = self.faults.iter().any(|fault| &fault.id == id);
-                check(known, format!("release {}: no fault {id}", release.version));
-            }
             for path in RECIPE_FILES {
                 check(release.files.contains_key(path), format!("release {}: no digest of {path}", release.version));
             }
@@ -421,6 +435,10 @@ struct RecipeRows {
 
 fn parse<T: DeserializeOwned>(name: &str, text: &str) -> T {
     toml_edit::de::from_str(text).unwrap_or_else(|error| panic!("arch-tables/flashinfer/{name}.toml: {error}"))
+}
+
+fn from_str<'de, D: Deserializer<'de>, T: FromStr<Err: std::fmt::Display>>(deserializer: D) -> Result<T, D::Error> {
+    String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
 }
 
 fn cuda_version<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<CudaVersion>, D::Error> {

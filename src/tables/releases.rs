@@ -26,7 +26,6 @@ struct Row {
     versions: Vec<Version>,
     recipe: String,
     tvm_ffi: String,
-    remains: Vec<String>,
     #[serde(default)]
     notes: String,
 }
@@ -42,7 +41,7 @@ impl Rows {
             version: version.clone(),
             recipe: row.recipe.clone(),
             tvm_ffi: row.tvm_ffi.clone(),
-            remains: row.remains.clone(),
+            remains: self.fault.iter().filter(|fault| fault.releases.contains(version)).map(|fault| fault.id.clone()).collect(),
             notes: row.notes.clone(),
             files: self.files_of(version),
         };
@@ -81,16 +80,18 @@ mod tests {
     }
 
     #[test]
-    fn a_content_stands_from_its_release_until_the_next_row_by_the_order_of_versions() {
+    fn contents_and_faults_go_by_the_order_of_versions() {
         let (one, two) = (Digest::of(b"1"), Digest::of(b"2"));
         let text = format!(
             r#"
-fault = []
+[[fault]]
+id = "f"
+releases = "<0.6.10rc1"
+text = ""
 [[release]]
 versions = ["0.6.9", "0.6.10rc1", "0.6.10"]
 recipe = "r"
 tvm_ffi = ""
-remains = []
 [file.a]
 "0.6.10rc1" = "{two}"
 "0.6.2" = "{one}"
@@ -102,6 +103,7 @@ remains = []
         let of = |path: &str| releases.iter().map(|release| release.files.get(path).copied()).collect::<Vec<_>>();
         assert_eq!(of("a"), [Some(one), Some(two), Some(two)]);
         assert_eq!(of("b"), [None, None, Some(one)]);
+        assert_eq!(releases.iter().map(|release| release.remains.len()).collect::<Vec<_>>(), [1, 0, 0]);
     }
 
     #[test]

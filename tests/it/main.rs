@@ -9,4 +9,5 @@ mod provision;
 mod store;
 mod support;
 mod survey;
+mod tables;
 mod toolchain;
