@@ -12,6 +12,7 @@
 //! | [`sites`] | finds gates and defects in files; changes nothing |
 //! | [`overlay`] | sites + edits → post-images |
 //! | [`build`] | toolchain, provisioning, plan, compile scheduler |
+//! | [`releases`] | holds the tables against released wheels, drafts the rows of a new release |
 //! | [`cubin`] | fat binaries, ELF, SASS marks → inventory; needs no CUDA toolkit, knows nothing of FlashInfer |
 //! | [`judge`] | inventory + linkage → verdict |
 //! | [`store`] | key, manifest, lock, publish, gc, bundles |
@@ -37,6 +38,8 @@ pub mod sites;
 pub mod overlay;
 
 pub mod build;
+
+pub mod releases;
 
 pub mod cubin;
 

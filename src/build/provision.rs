@@ -57,6 +57,18 @@ pub fn flashinfer(home: &Path, version: Option<&str>, mode: Mode, progress: &mut
     Set::flashinfer(version)?.provide(home, mode, progress)
 }
 
+/// Downloads the wheel of FlashInfer `version` into `dir`: with its pinned hash, or without one where there is none yet.
+pub fn flashinfer_wheel(version: &str, dir: &Path, progress: &mut dyn FnMut(&str)) -> Result<PathBuf> {
+    Set::any_flashinfer(version)?.download(dir, progress)
+}
+
+/// The hash that the wheel of FlashInfer `version` must have; `None` where no wheel of it is pinned.
+pub fn pinned_flashinfer(version: &str) -> Option<Digest> {
+    let wanted = Version::from_str(version).ok()?;
+    let same = |known: &str| Version::from_str(known).is_ok_and(|known| known == wanted);
+    table().flashinfer.iter().find(|(known, _)| same(known)).map(|(_, sha256)| *sha256)
+}
+
 /// A folder like a site-packages that holds tvm-ffi: good for its headers and library, whatever Python is here.
 pub fn tvm_ffi(home: &Path, mode: Mode, progress: &mut dyn FnMut(&str)) -> Result<PathBuf> {
     Set::tvm_ffi()?.provide(home, mode, progress)
@@ -141,6 +153,23 @@ impl Set {
             .hint("a newer release may be built from where it is installed: --env DIR, or --flashinfer PATH"))
     }
 
+    /// FlashInfer `version`, also where it is not pinned. A release that is known not to be fetchable is an error (exit 4).
+    fn any_flashinfer(version: &str) -> Result<Self> {
+        let known = pinned_flashinfer(version).is_some()
+            || table().not_fetchable.iter().any(|row| row.versions.iter().any(|known| known == version))
+            || Version::from_str(version).is_err();
+        if known {
+            return Self::flashinfer(Some(version));
+        }
+        Ok(Self {
+            name: "flashinfer-python",
+            version: version.to_owned(),
+            pins: Vec::new(),
+            root: "",
+            proof: "flashinfer/__init__.py",
+        })
+    }
+
     /// The tvm-ffi that every known FlashInfer accepts.
     pub fn tvm_ffi() -> Result<Self> {
         let wheel = &table().tvm_ffi;
@@ -206,6 +235,24 @@ impl Set {
         })
     }
 
+    /// Downloads the one wheel of this set into `dir`, unpacks nothing, and returns its path.
+    fn download(&self, dir: &Path, progress: &mut dyn FnMut(&str)) -> Result<PathBuf> {
+        let tmp = dir.join("tmp");
+        fs::create_dir_all(&tmp).map_err(|e| Error::io("make", &tmp, e))?;
+        let lock = dir.join("lock");
+        let lock = File::create(&lock).map_err(|e| Error::io("make", &lock, e))?;
+        let requirements = dir.join("requirements.txt");
+        let text = if self.pins.is_empty() { format!("{}=={}\n", self.name, self.version) } else { self.requirements() };
+        fs::write(&requirements, text).map_err(|e| Error::io("write", &requirements, e))?;
+        progress(&format!("fetching {}", self.title()));
+        self.run_pip(Get::Wheels, &requirements, dir, &tmp, &lock, progress)?;
+        let wheel = |path: &PathBuf| path.extension().is_some_and(|ext| ext == "whl");
+        let entries = fs::read_dir(dir).map_err(|e| Error::io("read", dir, e))?;
+        entries.flatten().map(|entry| entry.path()).find(wheel).ok_or_else(|| {
+            Error::machine(format!("cannot fetch {}", self.title())).because("pip ended without an error and left no wheel")
+        })
+    }
+
     fn folder(&self, home: &Path) -> PathBuf {
         let digest = Digest::of(self.requirements().as_bytes());
         home.join("wheels").join(format!("{}-{}-{}", self.name, self.version, digest.short()))
@@ -253,7 +300,7 @@ impl Set {
         let requirements = partial.join("requirements.txt");
         fs::write(&requirements, self.requirements()).map_err(|e| Error::io("write", &requirements, e))?;
         progress(&format!("fetching {}", self.title()));
-        let fetched = self.run_pip(&requirements, &packages, &tmp, lock, progress).and_then(|()| {
+        let fetched = self.run_pip(Get::Packages, &requirements, &packages, &tmp, lock, progress).and_then(|()| {
             let record = packages.join(RECORD);
             fs::write(&record, self.record()).map_err(|e| Error::io("write", &record, e))?;
             // Not whole, or it would have been used: somebody changed it by hand.
@@ -267,6 +314,7 @@ impl Set {
 
     fn run_pip(
         &self,
+        get: Get,
         requirements: &Path,
         packages: &Path,
         tmp: &Path,
@@ -275,7 +323,7 @@ impl Set {
     ) -> Result<()> {
         let mut without_pip: Vec<PathBuf> = Vec::new();
         for python in ["python3", "python"].into_iter().flat_map(process::on_path) {
-            let said = match pip(&python, requirements, packages, tmp, lock, progress) {
+            let said = match pip(&python, get, requirements, packages, tmp, lock, progress) {
                 Ok((true, _)) => return Ok(()),
                 // Ctrl-C reaches pip too: its failure is then no news.
                 Ok((false, _)) if cancel::is_asked() => return cancel::check(),
@@ -353,6 +401,15 @@ impl Set {
     }
 }
 
+/// What pip is asked for.
+#[derive(Debug, Clone, Copy)]
+enum Get {
+    /// The packages, unpacked.
+    Packages,
+    /// The wheels as they are.
+    Wheels,
+}
+
 /// How often a wait looks whether it should end.
 const LOOK: Duration = Duration::from_millis(50);
 
@@ -376,6 +433,7 @@ runpy.run_module('pip', run_name='__main__', alter_sys=True)
 /// Runs pip of `python`. Returns whether it succeeded, and all that it said.
 fn pip(
     python: &Path,
+    get: Get,
     requirements: &Path,
     packages: &Path,
     tmp: &Path,
@@ -384,7 +442,13 @@ fn pip(
 ) -> std::io::Result<(bool, String)> {
     let machine = std::env::consts::ARCH;
     let mut command = Command::new(python);
-    command.args(["-c", BOOTSTRAP, "install", "--require-hashes", "--no-deps", "--only-binary=:all:", "--no-compile"]);
+    command.args(["-c", BOOTSTRAP]);
+    match get {
+        Get::Packages => command.args(["install", "--require-hashes", "--no-compile", "--target"]).arg(packages),
+        // pip checks the hashes that it is given.
+        Get::Wheels => command.args(["download", "--dest"]).arg(packages),
+    };
+    command.args(["--no-deps", "--only-binary=:all:"]);
     command.args(["--no-input", "--disable-pip-version-check", "--progress-bar", "off"]);
     // Only its log says that an index could not be reached; the terminal reads `No matching distribution`.
     let log = tmp.join("pip.log");
@@ -394,7 +458,7 @@ fn pip(
     for libc in ["manylinux_2_28", "manylinux_2_24", "manylinux_2_17", "manylinux2014", "manylinux_2_12", "manylinux2010"] {
         command.arg("--platform").arg(format!("{libc}_{machine}"));
     }
-    command.arg("--target").arg(packages).arg("-r").arg(requirements);
+    command.arg("-r").arg(requirements);
     // Settings that make sense for a user's own installations, and none for ours. Index, proxy and certificates stay.
     for (name, value) in [
         ("PIP_USER", "0"),

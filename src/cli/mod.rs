@@ -8,6 +8,7 @@ mod inspect;
 mod output;
 mod progress;
 mod scan;
+mod tables;
 
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
@@ -36,7 +37,7 @@ struct Cli {
 const EXIT_CODES: &str = "\
 Exit codes:
   0    what was asked for is so
-  1    doctor, inspect, verify, scan or smoke found a fault
+  1    doctor, inspect, scan, verify, smoke, cache verify or tables check found a fault
   2    the command line is wrong
   3    the machine lacks something: nvcc, headers, disk, network, GPU
   4    a release, target or arch is unknown, unsupported or beyond this nvcc
@@ -51,6 +52,7 @@ enum Verb {
     Inspect(inspect::Args),
     Scan(scan::Args),
     Cache(cache::Args),
+    Tables(tables::Args),
 }
 
 /// Runs the command line of this process and says how it ended. Never panics outwards.
@@ -90,6 +92,7 @@ fn dispatch(verb: Verb, output: &Output) -> Result<Exit> {
         Verb::Inspect(args) => inspect::run(args, output),
         Verb::Scan(args) => scan::run(args, output),
         Verb::Cache(args) => cache::run(args, output),
+        Verb::Tables(args) => tables::run(args, output),
     }
 }
 

@@ -15,7 +15,7 @@ use pep440_rs::Version;
 
 use crate::digest::Digest;
 use crate::error::{Error, Result};
-use crate::sites::{self, cuda, python};
+use crate::sites::{self, Source, python};
 use crate::tables::{Anchor, Defect, FilePlace, Gate, Module, Place, Tables};
 
 /// The first release with the layout that fi-arch knows.
@@ -77,8 +77,7 @@ struct Change {
 /// An installed file, read once.
 struct Installed<'f> {
     bytes: &'f [u8],
-    /// `None` for a Python file.
-    cuda: Option<cuda::Source<'f>>,
+    source: Source<'f>,
 }
 
 /// What is to be done to a file.
@@ -221,17 +220,14 @@ fn check_layout(version: &str) -> Result<()> {
 }
 
 fn installed<'f>(bytes: &'f BTreeMap<&str, Vec<u8>>) -> BTreeMap<&'f str, Installed<'f>> {
-    let read = |(path, bytes): (&&'f str, &'f Vec<u8>)| {
-        let cuda = path.starts_with("flashinfer/data/").then(|| cuda::Source::new(bytes));
-        (*path, Installed { bytes, cuda })
-    };
+    let read = |(path, bytes): (&&'f str, &'f Vec<u8>)| (*path, Installed { bytes, source: Source::new(path, bytes) });
     bytes.iter().map(read).collect()
 }
 
 /// Refuses files that bear our own edits: they would have no known form.
 fn check_not_ours(installed: &BTreeMap<&str, Installed<'_>>, version: &str) -> Result<()> {
     // Every edited header of ours includes one of our own, by this folder.
-    let is_ours = |file: &Installed<'_>| file.cuda.as_ref().is_some_and(|source| source.has_word("fi_arch"));
+    let is_ours = |file: &Installed<'_>| matches!(&file.source, Source::Cuda(source) if source.has_word("fi_arch"));
     let ours = installed.iter().find(|(_, file)| is_ours(file));
     match ours {
         Some((path, _)) => Err(Error::unsupported(format!("FlashInfer {version} bears fi-arch's edits already"))
@@ -289,8 +285,7 @@ fn cure<'p>(
     work: &mut BTreeMap<&'p str, Work>,
 ) -> Result<Option<Edit>> {
     let file = &installed[place.file.as_str()];
-    let source = file.cuda.as_ref().expect("the tables' forms are of files under flashinfer/data");
-    let misfits: Vec<_> = place.forms.iter().map(|form| source.mismatches(form)).collect();
+    let misfits: Vec<_> = place.forms.iter().map(|form| file.source.mismatches(form)).collect();
     let mut fitting = place.forms.iter().zip(&misfits).filter(|(_, misfit)| misfit.is_empty()).map(|(form, _)| form);
     let (Some(form), None) = (fitting.next(), fitting.next()) else {
         return Err(no_form(defect, place, version, &misfits));
@@ -299,16 +294,17 @@ fn cure<'p>(
         return Ok(None);
     }
     let work = work.entry(&place.file).or_default();
-    let before = work.changes.len();
+    let mut sites = 0;
     let mut line = usize::MAX;
     for anchor in &form.edits {
-        for site in source.find(anchor) {
+        for site in file.source.find(anchor) {
             line = line.min(site.line);
-            work.changes.push(change(anchor, &site.bytes, file.bytes));
+            sites += 1;
+            work.changes.extend(changes(anchor, &site.bytes, file));
         }
     }
     work.edits.push(defect.id.clone());
-    Ok(Some(edit(defect, &place.file, line, work.changes.len() - before)))
+    Ok(Some(edit(defect, &place.file, line, sites)))
 }
 
 /// A header that the overlay adds to FlashInfer's own, for the cures `edits`.
@@ -333,26 +329,42 @@ fn edit(defect: &Defect, path: &str, line: usize, sites: usize) -> Edit {
     }
 }
 
-fn change(anchor: &Anchor, bytes: &Range<usize>, original: &[u8]) -> Change {
-    let found = String::from_utf8_lossy(&original[bytes.clone()]);
-    let fill = |text: &String| text.replace('$', &found);
-    match (&anchor.replace, &anchor.before, &anchor.after) {
-        (Some(text), None, None) => Change { bytes: bytes.clone(), text: fill(text) },
-        (None, Some(text), None) => Change { bytes: bytes.start..bytes.start, text: fill(text) },
-        (None, None, Some(text)) => Change { bytes: bytes.end..bytes.end, text: fill(text) },
-        _ => unreachable!("the tables' own test admits one of the three"),
-    }
+/// What an edit does to one of its sites.
+fn changes(anchor: &Anchor, site: &Range<usize>, file: &Installed<'_>) -> Vec<Change> {
+    let found = String::from_utf8_lossy(&file.bytes[site.clone()]);
+    let change = |text: &Option<String>, bytes: Range<usize>| {
+        let text = text.as_ref()?.replace('$', &found);
+        let text = match file.source {
+            Source::Cuda(_) => text,
+            // In Python the indentation is part of the meaning.
+            Source::Python(_) => text.replace('\n', &format!("\n{}", indentation(file.bytes, site.start))),
+        };
+        Some(Change { bytes, text })
+    };
+    let all = [
+        change(&anchor.before, site.start..site.start),
+        change(&anchor.replace, site.clone()),
+        change(&anchor.after, site.end..site.end),
+    ];
+    all.into_iter().flatten().collect()
+}
+
+/// The white space at the start of the line of a byte.
+fn indentation(source: &[u8], byte: usize) -> String {
+    let line = source[..byte].iter().rposition(|b| *b == b'\n').map_or(0, |end| end + 1);
+    let width = source[line..].iter().take_while(|b| matches!(b, b' ' | b'\t')).count();
+    String::from_utf8_lossy(&source[line..line + width]).into_owned()
 }
 
 /// The error for a file of which no form is known: it names what was expected of the form that comes nearest.
-fn no_form(defect: &Defect, place: &FilePlace, version: &str, misfits: &[Vec<cuda::Mismatch>]) -> Error {
+fn no_form(defect: &Defect, place: &FilePlace, version: &str, misfits: &[Vec<sites::Mismatch>]) -> Error {
     let what = format!("FlashInfer {version}: {} is no file in which fi-arch can cure `{}`", place.file, defect.id);
     let mut error = Error::unsupported(what);
-    let distance = |misfit: &Vec<cuda::Mismatch>| misfit.iter().map(|m| m.expected.abs_diff(m.found)).sum::<usize>();
+    let distance = |misfit: &Vec<sites::Mismatch>| misfit.iter().map(|m| m.expected.abs_diff(m.found)).sum::<usize>();
     let nearest = place.forms.iter().zip(misfits).min_by_key(|(_, misfit)| distance(misfit));
     match nearest {
         Some((form, misfit)) if !misfit.is_empty() => {
-            for cuda::Mismatch { find, place, expected, found } in misfit {
+            for sites::Mismatch { find, place, expected, found } in misfit {
                 error = error.because(format!("expected {expected} × `{find}`{place}, found {found} (as for: {})", form.name));
             }
         }

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::{Site, line_of};
-use crate::tables::{Anchor, Form};
+use crate::tables::Anchor;
 
 /// A CUDA file, cut into tokens.
 pub struct Source<'s> {
@@ -25,16 +25,6 @@ struct Token {
 struct Function<'s> {
     name: &'s [u8],
     body: Range<usize>,
-}
-
-/// How an anchor that does not fit a file was found.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Mismatch {
-    pub find: String,
-    /// ` in f` or ` outside f`, or nothing.
-    pub place: String,
-    pub expected: usize,
-    pub found: usize,
 }
 
 impl<'s> Source<'s> {
@@ -71,24 +61,6 @@ impl<'s> Source<'s> {
             sites.push(Site { line: line_of(self.text, bytes.start), bytes });
         }
         sites
-    }
-
-    /// The anchors of a form that are not found as often as they must; empty when the form fits.
-    pub fn mismatches(&self, form: &Form) -> Vec<Mismatch> {
-        form.expect
-            .iter()
-            .chain(&form.edits)
-            .filter_map(|anchor| {
-                let found = self.find(anchor).len();
-                let place = match (&anchor.within, &anchor.outside) {
-                    (Some(name), _) => format!(" in {name}"),
-                    (None, Some(name)) => format!(" outside {name}"),
-                    (None, None) => String::new(),
-                };
-                let mismatch = || Mismatch { find: anchor.find.clone(), place, expected: anchor.count, found };
-                (found != anchor.count).then(mismatch)
-            })
-            .collect()
     }
 
     /// Whether a word stands in the file as a token of its own.

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
-use crate::tables::{self, Module, Place, Tables};
+use crate::tables::{self, Anchor, Form, Module, Place, Tables};
 
 /// A place in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -15,6 +15,58 @@ pub struct Site {
     pub bytes: Range<usize>,
     /// Counted from 1.
     pub line: usize,
+}
+
+/// A file of FlashInfer, read for its anchors: CUDA by tokens, Python by syntax tree.
+pub enum Source<'s> {
+    Cuda(cuda::Source<'s>),
+    Python(python::Source<'s>),
+}
+
+/// How an anchor that does not fit a file was found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mismatch {
+    pub find: String,
+    /// ` in f` or ` outside f`, or nothing.
+    pub place: String,
+    pub expected: usize,
+    pub found: usize,
+}
+
+impl<'s> Source<'s> {
+    /// Reads `text`, the content of the file `path`, whose ending tells the language.
+    pub fn new(path: &str, text: &'s [u8]) -> Self {
+        match path.ends_with(".py") {
+            true => Self::Python(python::Source::new(text)),
+            false => Self::Cuda(cuda::Source::new(text)),
+        }
+    }
+
+    /// The places of an anchor, in the order of the file, however many there are.
+    pub fn find(&self, anchor: &Anchor) -> Vec<Site> {
+        match self {
+            Self::Cuda(source) => source.find(anchor),
+            Self::Python(source) => source.find(anchor),
+        }
+    }
+
+    /// The anchors of a form that are not found as often as they must; empty when the form fits.
+    pub fn mismatches(&self, form: &Form) -> Vec<Mismatch> {
+        form.expect
+            .iter()
+            .chain(&form.edits)
+            .filter_map(|anchor| {
+                let found = self.find(anchor).len();
+                let place = match (&anchor.within, &anchor.outside) {
+                    (Some(name), _) => format!(" in {name}"),
+                    (None, Some(name)) => format!(" outside {name}"),
+                    (None, None) => String::new(),
+                };
+                let mismatch = || Mismatch { find: anchor.find.clone(), place, expected: anchor.count, found };
+                (found != anchor.count).then(mismatch)
+            })
+            .collect()
+    }
 }
 
 /// The gate of a module as it stands in an installed FlashInfer.

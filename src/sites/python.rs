@@ -1,12 +1,102 @@
-//! Finds a gate in Python, by syntax tree: in its function, in its call, in its keyword. Comments, spaces and line
-//! breaks don't matter; the same list in another function is not the gate.
+//! Finds places in Python by syntax tree: a gate in its function, in its call, in its keyword; an anchor as one whole
+//! expression or statement. Comments, spaces and line breaks don't matter; the same text in another function is no such place.
 
 use std::fmt;
+use std::ops::Range;
 
 use tree_sitter::{Node, Parser, Tree};
 
-use super::Site;
-use crate::tables;
+use super::{Site, line_of};
+use crate::tables::{self, Anchor};
+
+/// A Python file as a syntax tree.
+pub struct Source<'s> {
+    text: &'s [u8],
+    tree: Tree,
+    /// The qualified name (`Class.method`) and the bytes of each function.
+    functions: Vec<(String, Range<usize>)>,
+}
+
+impl<'s> Source<'s> {
+    /// Reads `text`. Where it is no valid Python, nothing is found.
+    pub fn new(text: &'s [u8]) -> Self {
+        let tree = tree_of(text);
+        let mut functions = Vec::new();
+        name_functions(tree.root_node(), text, "", &mut functions);
+        Self { text, tree, functions }
+    }
+
+    /// The places of an anchor, in the order of the file, however many there are.
+    pub fn find(&self, anchor: &Anchor) -> Vec<Site> {
+        let pattern = tree_of(anchor.find.as_bytes());
+        let mut wanted = Vec::new();
+        tokens(pattern.root_node(), &mut |token| {
+            wanted.push(&anchor.find.as_bytes()[token]);
+            true
+        });
+        let inside = |name: &str, at: usize| self.functions.iter().any(|(known, bytes)| known == name && bytes.contains(&at));
+        let mut sites = Vec::new();
+        self.search(self.tree.root_node(), &wanted, &mut |bytes| {
+            let in_place = anchor.within.as_ref().is_none_or(|name| inside(name, bytes.start))
+                && anchor.outside.as_ref().is_none_or(|name| !inside(name, bytes.start));
+            if in_place {
+                sites.push(Site { line: line_of(self.text, bytes.start), bytes });
+            }
+        });
+        sites
+    }
+
+    /// Hands over the outermost nodes that consist of the tokens `wanted`.
+    fn search(&self, node: Node<'_>, wanted: &[&[u8]], found: &mut impl FnMut(Range<usize>)) {
+        let mut rest = wanted.iter();
+        let same = tokens(node, &mut |token| rest.next().is_some_and(|next| *next == &self.text[token]));
+        if same && rest.next().is_none() && !wanted.is_empty() {
+            return found(node.byte_range());
+        }
+        let mut cursor = node.walk();
+        for child in node.named_children(&mut cursor) {
+            self.search(child, wanted, found);
+        }
+    }
+}
+
+fn name_functions(node: Node<'_>, source: &[u8], scope: &str, functions: &mut Vec<(String, Range<usize>)>) {
+    let definition = matches!(node.kind(), "function_definition" | "class_definition");
+    let scope = match node.child_by_field_name("name").filter(|_| definition) {
+        Some(name) if scope.is_empty() => String::from_utf8_lossy(text(name, source)).into_owned(),
+        Some(name) => format!("{scope}.{}", String::from_utf8_lossy(text(name, source))),
+        None => scope.to_owned(),
+    };
+    if node.kind() == "function_definition" {
+        functions.push((scope.clone(), node.byte_range()));
+    }
+    let mut cursor = node.walk();
+    for child in node.named_children(&mut cursor) {
+        name_functions(child, source, &scope, functions);
+    }
+}
+
+/// Hands over the tokens of a node, one after another, while `take` wants more. Returns whether it wanted all.
+/// A comment is no token, nor is the comma behind the last argument of a call.
+fn tokens(node: Node<'_>, take: &mut impl FnMut(Range<usize>) -> bool) -> bool {
+    if node.is_extra() {
+        return true;
+    }
+    let mut cursor = node.walk();
+    let children: Vec<Node> = node.children(&mut cursor).filter(|child| !child.is_extra()).collect();
+    if children.is_empty() {
+        return node.byte_range().is_empty() || take(node.byte_range());
+    }
+    let kind = |at: usize| children.get(at).map_or("", |child| child.kind());
+    let last_comma = |at: usize| node.kind() == "argument_list" && kind(at) == "," && kind(at + 1) == ")";
+    (0..children.len()).all(|at| last_comma(at) || tokens(children[at], take))
+}
+
+fn tree_of(source: &[u8]) -> Tree {
+    let mut parser = Parser::new();
+    parser.set_language(&tree_sitter_python::LANGUAGE.into()).expect("the grammar fits the parser's version");
+    parser.parse(source, None).expect("without a time limit the parser always ends with a tree")
+}
 
 /// A list of major versions in a generator.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,7 +138,7 @@ impl fmt::Display for NotFound {
 
 /// The one gate of `function`.
 pub fn gate(source: &[u8], function: &str, gate: &tables::Gate) -> Result<Gate, NotFound> {
-    let tree = parse(source)?;
+    let tree = tree_of(source);
     let body = the_function(&tree, source, function)?;
     let mut values = Vec::new();
     visit(body, &mut |node| {
@@ -79,7 +169,7 @@ pub struct Generator {
 
 /// All functions `gen_…_module` of a file, in order. `gate` says what their gates look like.
 pub fn generators(source: &[u8], gate: &tables::Gate) -> Result<Vec<Generator>, NotFound> {
-    let tree = parse(source)?;
+    let tree = tree_of(source);
     let mut generators = Vec::new();
     visit(tree.root_node(), &mut |node| {
         let Some(name) = (node.kind() == "function_definition").then(|| node.child_by_field_name("name")).flatten() else {
@@ -128,14 +218,8 @@ fn list(value: Node<'_>, source: &[u8], keyword: &str) -> Result<Gate, NotFound>
 
 /// The line (from 1) on which the one definition of `function` starts.
 pub fn function_line(source: &[u8], function: &str) -> Result<usize, NotFound> {
-    let tree = parse(source)?;
+    let tree = tree_of(source);
     Ok(the_function(&tree, source, function)?.start_position().row + 1)
-}
-
-fn parse(source: &[u8]) -> Result<Tree, NotFound> {
-    let mut parser = Parser::new();
-    parser.set_language(&tree_sitter_python::LANGUAGE.into()).expect("the grammar fits the parser's version");
-    parser.parse(source, None).ok_or(NotFound::Syntax)
 }
 
 fn the_function<'t>(tree: &'t Tree, source: &[u8], name: &str) -> Result<Node<'t>, NotFound> {
@@ -227,6 +311,66 @@ mod tests {
             assert!(matches!(result, Err(NotFound::Value { line: 2, .. })), "{value}: {result:?}");
         }
         assert_eq!(find("def gen():\n    return c.flags(majors=[9,\n"), Err(NotFound::Syntax));
+    }
+
+    fn lines(source: &str, find: &str, within: Option<&str>) -> Vec<usize> {
+        let anchor = Anchor {
+            find: find.to_owned(),
+            count: 1,
+            within: within.map(str::to_owned),
+            outside: None,
+            replace: None,
+            before: None,
+            after: None,
+        };
+        Source::new(source.as_bytes()).find(&anchor).iter().map(|site| site.line).collect()
+    }
+
+    #[test]
+    fn an_anchor_is_a_whole_expression_or_statement_however_it_is_written() {
+        let source = "\
+x = f(a, g(1))
+x = f(  # why
+    a, g(1,
+    ),
+)
+'''x = f(a, g(1))'''
+y = 2 + x.f(a, g(1)) * 3
+x = f(a, g(1), 2)
+";
+        assert_eq!(lines(source, "f(a, g(1))", None), [1, 2]);
+        assert_eq!(lines(source, "x = f(a, g(1))", None), [1, 2]);
+        assert_eq!(lines(source, "g(1)", None), [1, 3, 7, 8]);
+        assert_eq!(lines(source, "2 + x", None), [0; 0]);
+    }
+
+    #[test]
+    fn an_anchor_in_a_function_is_told_by_the_qualified_name() {
+        let source = "\
+class A:
+    def f(self):
+        if m == 0:
+            raise E
+class B:
+    @d
+    def f(self):
+        def g():
+            return m == 0
+def f():
+    return m == 0
+";
+        assert_eq!(lines(source, "m == 0", None), [3, 9, 11]);
+        assert_eq!(lines(source, "m == 0", Some("A.f")), [3]);
+        assert_eq!(lines(source, "m == 0", Some("B.f")), [9]);
+        assert_eq!(lines(source, "m == 0", Some("B.f.g")), [9]);
+        assert_eq!(lines(source, "m == 0", Some("f")), [11]);
+    }
+
+    #[test]
+    fn odd_text_ends_the_reading_without_harm() {
+        for source in ["", "def", "((((", "class :", "é = '", "\u{0}", "def f(:\n  x"] {
+            assert_eq!(lines(source, "x == 0", None), [0; 0]);
+        }
     }
 
     #[test]

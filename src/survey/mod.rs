@@ -3,11 +3,13 @@
 //! It reads metadata files. An interpreter is started only where an environment's layout cannot be read from files
 //! (a shim of a version manager), and what it said is remembered. Nothing here imports a package.
 
+mod archive;
 mod environment;
 mod gpus;
 mod packages;
 pub(crate) mod process;
 
+pub use archive::Archive;
 pub use environment::{Environment, environment};
 pub use gpus::{Gpu, gpus};
 pub use packages::{FlashInfer, Package, Torch, TvmFfi, cudarts, flashinfer, flashinfer_at, package, torch, tvm_ffi, tvm_ffi_in};

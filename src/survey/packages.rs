@@ -160,7 +160,9 @@ fn whole(package: &Path) -> Result<()> {
         .because(format!("it has no {}/", missing.join("/ and no ")));
     let tree = package.parent().is_some_and(|root| root.join("csrc").is_dir());
     Err(if tree {
-        error.hint("in a source tree the folder `data` is made by `pip install --no-build-isolation -e .`")
+        error.hint("in a source tree the folder `data` is made by `pip install --no-build-isolation -e .`").hint(
+            "by hand, in the tree: mkdir flashinfer/data && ln -s ../../csrc ../../include ../../3rdparty/cutlass ../../3rdparty/spdlog flashinfer/data/",
+        )
     } else {
         error.hint("reinstall it: pip install --force-reinstall --no-deps flashinfer-python==VERSION")
     })

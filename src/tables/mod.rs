@@ -1,5 +1,6 @@
 //! What is known of FlashInfer: `arch-tables/flashinfer/` read into types. Data, not code.
 
+mod releases;
 mod toolkits;
 mod torch;
 
@@ -8,7 +9,7 @@ use std::path::Path;
 use std::str::FromStr;
 use std::sync::OnceLock;
 
-use pep440_rs::Version;
+use pep440_rs::{Version, VersionSpecifiers};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
 
@@ -81,10 +82,8 @@ pub enum DependencyMarks {
 }
 
 /// A release of FlashInfer: a name for the digests of its files.
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone)]
 pub struct Release {
-    #[serde(deserialize_with = "from_str")]
     pub version: Version,
     /// The id of its recipe.
     pub recipe: String,
@@ -92,8 +91,8 @@ pub struct Release {
     pub tvm_ffi: String,
     /// Ids of known faults that the edits do not cure.
     pub remains: Vec<String>,
-    #[serde(default)]
     pub notes: String,
+    /// The digest of every file that the tables follow, by its path.
     pub files: BTreeMap<String, Digest>,
 }
 
@@ -102,6 +101,9 @@ pub struct Release {
 #[serde(deny_unknown_fields)]
 pub struct Fault {
     pub id: String,
+    /// The releases that have it.
+    #[serde(deserialize_with = "from_str")]
+    pub releases: VersionSpecifiers,
     pub text: String,
 }
 
@@ -110,6 +112,9 @@ pub struct Fault {
 #[serde(deny_unknown_fields)]
 pub struct Defect {
     pub id: String,
+    /// The listed releases that have it. For people and for `tables check`: an overlay goes by what it finds.
+    #[serde(deserialize_with = "from_str")]
+    pub releases: VersionSpecifiers,
     pub causes: String,
     pub cure: String,
     pub upstream: String,
@@ -175,7 +180,7 @@ pub struct Anchor {
     pub within: Option<String>,
     /// Counts only outside the body of this function.
     pub outside: Option<String>,
-    /// What an edit writes in place of, before or after what was found; `$` stands for the found text.
+    /// What an edit writes in place of what was found, or before and after it; `$` stands for the found text.
     pub replace: Option<String>,
     pub before: Option<String>,
     pub after: Option<String>,
@@ -265,12 +270,12 @@ impl Tables {
         static TABLES: OnceLock<Tables> = OnceLock::new();
         TABLES.get_or_init(|| {
             let modules: ModuleRows = parse("modules", TEXTS[0].1);
-            let releases: ReleaseRows = parse("releases", TEXTS[1].1);
+            let releases: releases::Rows = parse("releases", TEXTS[1].1);
             let defects: DefectRows = parse("defects", TEXTS[2].1);
             let recipes: RecipeRows = parse("recipes", TEXTS[3].1);
             Tables {
                 modules: modules.module,
-                releases: releases.release,
+                releases: releases.releases(),
                 faults: releases.fault,
                 defects: defects.defect,
                 recipes: recipes.recipe,
@@ -300,9 +305,21 @@ impl Tables {
         self.release(prefer).filter(fits).or_else(|| self.releases.iter().find(fits))
     }
 
+    /// Every file that the tables follow, by its path.
+    pub fn paths(&self) -> BTreeSet<&str> {
+        let of_modules = self.modules.iter().flat_map(|module| &module.files).map(String::as_str);
+        of_modules.chain(RECIPE_FILES).collect()
+    }
+
     /// The defect of that id.
     pub fn defect(&self, id: &str) -> &Defect {
         self.defects.iter().find(|defect| defect.id == id).expect("the tables' own test resolves every id")
+    }
+
+    /// The ids of the defects that `release` has in `module`, as the tables say.
+    pub fn defects_in<'t>(&'t self, release: &'t Release, module: &'t Module) -> impl Iterator<Item = &'t str> {
+        let defects = module.defects.iter().map(|id| self.defect(id));
+        defects.filter(|defect| defect.releases.contains(&release.version)).map(|defect| defect.id.as_str())
     }
 
     /// The known faults that stay in a release after the edits.
@@ -334,7 +351,8 @@ impl Tables {
 
     /// The listed releases, for people.
     pub fn known_releases(&self) -> String {
-        self.releases.iter().map(|release| release.version.to_string()).collect::<Vec<_>>().join(", ")
+        let [first, .., last] = &self.releases[..] else { panic!("the table of releases is not empty") };
+        format!("{} to {}, as `fi-arch tables ls` lists them", first.version, last.version)
     }
 
     fn recipe(&self, id: &str) -> &Recipe {
@@ -364,14 +382,11 @@ impl Tables {
                 }
             }
         }
-        check(self.releases.is_sorted_by_key(|release| &release.version), "releases are not in order".to_owned());
+        let in_order = self.releases.is_sorted_by(|one, next| one.version < next.version);
+        check(in_order, "releases are not in order, or one stands there twice".to_owned());
         for release in &self.releases {
             let recipe = self.recipes.iter().any(|recipe| recipe.id == release.recipe);
             check(recipe, format!("release {}: no recipe {}", release.version, release.recipe));
-            for id in &release.remains {
-                let known = self.faults.iter().any(|fault| &fault.id == id);
-                check(known, format!("release {}: no fault {id}", release.version));
-            }
             for path in RECIPE_FILES {
                 check(release.files.contains_key(path), format!("release {}: no digest of {path}", release.version));
             }
@@ -384,22 +399,19 @@ impl Tables {
                     let empty = form.expect.is_empty() && form.edits.is_empty();
                     check(!empty, format!("{at}: nothing tells it"));
                     for anchor in &form.expect {
-                        check(anchor.texts() == 0, format!("{at}: `{}` is expected, not edited", anchor.find));
+                        let plain = [&anchor.replace, &anchor.before, &anchor.after].iter().all(|text| text.is_none());
+                        check(plain, format!("{at}: `{}` is expected, not edited", anchor.find));
                     }
                     for anchor in &form.edits {
-                        check(anchor.texts() == 1, format!("{at}: `{}` needs one of replace, before, after", anchor.find));
+                        let around = anchor.before.is_some() || anchor.after.is_some();
+                        let one = anchor.replace.is_some() != around;
+                        check(one, format!("{at}: `{}` needs `replace`, or `before` and `after`", anchor.find));
                         check(anchor.count > 0, format!("{at}: `{}` is edited nowhere", anchor.find));
                     }
                 }
             }
         }
         faults
-    }
-}
-
-impl Anchor {
-    fn texts(&self) -> usize {
-        [&self.replace, &self.before, &self.after].iter().filter(|text| text.is_some()).count()
     }
 }
 
@@ -417,13 +429,6 @@ fn recipe_digests(package: &Path) -> Result<BTreeMap<String, Digest>> {
 #[serde(deny_unknown_fields)]
 struct ModuleRows {
     module: Vec<Module>,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct ReleaseRows {
-    release: Vec<Release>,
-    fault: Vec<Fault>,
 }
 
 #[derive(Deserialize)]

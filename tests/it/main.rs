@@ -15,4 +15,5 @@ mod scan;
 mod store;
 mod support;
 mod survey;
+mod tables;
 mod toolchain;

@@ -13,6 +13,7 @@ use fi_arch::tables::{Module, RECIPE_FILES, Tables};
 use crate::support::wheels;
 
 const PYTHON: &str = "flashinfer/jit/comm.py";
+const MULTICAST: &str = "flashinfer/comm/mnnvl.py";
 const HEADER: &str = "flashinfer/data/include/flashinfer/comm/trtllm_allreduce.cuh";
 const FUSION: &str = "flashinfer/data/include/flashinfer/comm/trtllm_allreduce_fusion.cuh";
 const MOE: &str = "flashinfer/data/include/flashinfer/comm/trtllm_moe_allreduce_fusion.cuh";
@@ -71,13 +72,31 @@ fn refusal(result: Result<Overlay>) -> String {
     error.to_string()
 }
 
+/// Releases of every shape, few enough to be fetched by each run. `fi-arch tables check` looks at all.
+const SAMPLE: [&str; 7] = ["0.5.0", "0.5.3", "0.6.3", "0.6.4", "0.6.9", "0.6.16.post4", "0.7.4"];
+/// Those that need edits.
+const FAULTY: [&str; 6] = ["0.5.0", "0.5.3", "0.6.3", "0.6.4", "0.6.9", "0.6.16.post4"];
+
 #[test]
-fn every_listed_digest_is_that_of_the_wheel() {
-    for release in &Tables::load().releases {
-        let root = site_packages(&release.version.to_string());
+fn the_listed_digests_are_those_of_the_wheels() {
+    for version in SAMPLE {
+        let root = site_packages(version);
+        let release = Tables::load().release(version).unwrap();
         for (path, digest) in &release.files {
-            assert_eq!(Digest::of_file(&root.join(path)).unwrap(), *digest, "{} {path}", release.version);
+            assert_eq!(Digest::of_file(&root.join(path)).unwrap(), *digest, "{version} {path}");
         }
+    }
+}
+
+#[test]
+fn the_defects_that_are_found_are_those_that_the_tables_state() {
+    for version in SAMPLE {
+        let overlay = overlay_of(version);
+        let mut found: Vec<&str> = overlay.edits.iter().map(|edit| edit.id.as_str()).collect();
+        found.dedup();
+        let tables = Tables::load();
+        let stated: Vec<&str> = tables.defects_in(tables.release(version).unwrap(), module()).collect();
+        assert_eq!(found, stated, "{version}");
     }
 }
 
@@ -105,16 +124,20 @@ fn every_defect_of_a_release_is_found_with_its_exact_count() {
         let more = more.iter().map(|s| (*s).to_owned());
         COMMON.iter().map(|s| (*s).to_owned()).chain(cluster(fusion)).chain(more).collect::<Vec<_>>()
     };
-    let fp4: Vec<&str> = ["fp4-launch trtllm_allreduce_fusion.cuh 3"].into_iter().chain(OLD).collect();
+    const FP4: &str = "fp4-launch trtllm_allreduce_fusion.cuh 3";
+    const MULTICAST: &str = "multicast-check mnnvl.py 3";
+    let [sum, optional, moe_optional] = OLD;
+    assert_eq!(edits(&overlay_of("0.5.0")), expected(3, &OLD));
     assert_eq!(edits(&overlay_of("0.5.3")), expected(3, &OLD));
-    assert_eq!(edits(&overlay_of("0.6.3")), expected(3, &fp4));
-    assert_eq!(edits(&overlay_of("0.6.4")), expected(4, &OLD));
+    assert_eq!(edits(&overlay_of("0.6.3")), expected(3, &[FP4, sum, optional, moe_optional, MULTICAST]));
+    assert_eq!(edits(&overlay_of("0.6.4")), expected(4, &[sum, optional, moe_optional, MULTICAST]));
+    assert_eq!(edits(&overlay_of("0.6.9")), expected(4, &[sum, MULTICAST]));
     assert_eq!(edits(&overlay_of("0.6.16.post4")), expected(4, &[]));
 }
 
 #[test]
 fn a_listed_release_gives_no_warning() {
-    for version in ["0.5.3", "0.6.3", "0.6.4", "0.6.16.post4", "0.7.4"] {
+    for version in SAMPLE {
         let overlay = overlay_of(version);
         assert!(overlay.listed, "{version}");
         assert_eq!(overlay.warnings, Vec::<String>::new(), "{version}");
@@ -179,6 +202,29 @@ fn the_guards_lose_their_upper_bound_and_nothing_else() {
 }
 
 #[test]
+fn multicast_is_asked_for_only_where_it_is_enabled() {
+    let overlay = overlay_of("0.6.9");
+    let file = overlay.files.iter().find(|file| file.path == MULTICAST).unwrap();
+    let before = String::from_utf8(file.original.clone()).unwrap();
+    let after = post(&overlay, MULTICAST);
+    let new: Vec<&str> = after.lines().filter(|line| !before.contains(line)).map(str::trim).collect();
+    assert_eq!(
+        new,
+        [
+            "self._enable_multicast = enable_multicast",
+            "if enable_multicast and multicast_supported == 0:",
+            ") if self._enable_multicast else alloc_granularity",
+        ]
+    );
+    // Python takes it, and the line that is new stands in the block of the one before it.
+    assert!(after.contains("\n        self.device_idx = device_idx\n        self._enable_multicast = enable_multicast\n"));
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("mnnvl.py"), after).unwrap();
+    let output = Command::new("python3").args(["-m", "py_compile", "mnnvl.py"]).current_dir(dir.path()).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
 fn the_pointers_are_written_at_the_stride_of_the_kernels() {
     let overlay = overlay_of("0.5.3");
     let source = post(&overlay, SOURCE);
@@ -188,7 +234,7 @@ fn the_pointers_are_written_at_the_stride_of_the_kernels() {
 
 #[test]
 fn no_launcher_takes_a_cluster_of_eight_for_granted() {
-    for version in ["0.5.3", "0.6.3", "0.6.4", "0.6.16.post4"] {
+    for version in FAULTY {
         let overlay = overlay_of(version);
         for path in [HEADER, FUSION, MOE] {
             let text = post(&overlay, path);
@@ -209,13 +255,14 @@ fn an_overlay_bears_its_own_headers_exactly_when_they_are_included() {
     };
     let cluster = ("flashinfer/data/include/fi_arch/cluster_size.cuh".to_owned(), vec!["cluster-size".to_owned()]);
     let sum = ("flashinfer/data/include/fi_arch/block_sum.cuh".to_owned(), vec!["partial-warps".to_owned()]);
-    assert_eq!(added("0.6.4"), [sum, cluster.clone()]);
+    assert_eq!(added("0.6.4"), [sum.clone(), cluster.clone()]);
+    assert_eq!(added("0.6.9"), [sum, cluster.clone()]);
     assert_eq!(added("0.6.16.post4"), [cluster]);
 }
 
 #[test]
 fn the_diff_gives_back_the_original_when_it_is_reversed() {
-    for version in ["0.5.3", "0.6.3", "0.6.4", "0.6.16.post4"] {
+    for version in FAULTY {
         let overlay = overlay_of(version);
         let dir = tempfile::tempdir().unwrap();
         for file in &overlay.files {
@@ -291,6 +338,19 @@ fn one_thing_out_of_place_refuses_the_whole_overlay() {
         (FUSION, "cluster_size = 8;".to_owned(), "cluster_size = 4;".to_owned(), "expected 1 × `(SM >= 90) { cluster_size = 8;`"),
         (FUSION, "std::nullopt".to_owned(), "{}".to_owned(), "expected 2 × `std::nullopt`, found 1"),
         (FUSION, "utils::blockReduceSumV2".to_owned(), "::flashinfer::blockReduceSumV2".to_owned(), "partial-warps"),
+        // The same in Python: a check that is written otherwise, and one more of its kind.
+        (
+            MULTICAST,
+            "multicast_supported == 0".to_owned(),
+            "multicast_supported < 1".to_owned(),
+            "`multicast_supported == 0` in SymmDeviceMemory.__init__, found 0",
+        ),
+        (
+            MULTICAST,
+            "self.device_idx = device_idx".to_owned(),
+            "self.device_idx = device_idx; self.device_idx = device_idx".to_owned(),
+            "found 2",
+        ),
         (HEADER, "ping * MAX_RANKS_PER_NODE".to_owned(), "ping * RanksPerNode".to_owned(), "pointer-stride"),
         (
             PYTHON,
@@ -328,15 +388,17 @@ fn an_unlisted_release_with_every_anchor_in_place_is_handled_with_a_warning() {
     let copy = copy_of("0.6.4");
     spoil(copy.path(), HEADER, "#include <tuple>", "// a release candidate\n#include <tuple>");
     spoil(copy.path(), "flashinfer/jit/core.py", "import os", "import os  # another");
-    let overlay = compute_in(copy.path(), "0.6.5rc1").unwrap();
+    let overlay = compute_in(copy.path(), "0.6.5.dev20260301").unwrap();
     assert!(!overlay.listed);
     assert_eq!(edits(&overlay), edits(&overlay_of("0.6.4")));
+    assert_eq!(overlay.warnings.len(), 2, "{:?}", overlay.warnings);
     assert!(overlay.warnings.iter().all(|warning| warning.starts_with("unlisted: ")), "{:?}", overlay.warnings);
     assert!(overlay.warnings[1].contains("recipe `plain`"), "{:?}", overlay.warnings);
     // The recipe of the nearest older release; of the oldest, for one that is older than all.
     let recipe = |version: &str| Tables::load().recipe_for(&copy.path().join("flashinfer"), version);
-    assert_eq!(recipe("0.6.17").unwrap().id, "vendored-cccl");
-    assert_eq!(recipe("0.4.1").unwrap().id, "plain");
+    assert_eq!(recipe("0.6.17.post1").unwrap().id, "vendored-cccl");
+    assert_eq!(recipe("0.6.11.post9").unwrap().id, "vendored-cccl-uncompressed");
+    assert_eq!(recipe("0.4.0rc1").unwrap().id, "plain");
     assert_eq!(recipe("nightly").unwrap_err().exit() as u8, 4);
 }
 
