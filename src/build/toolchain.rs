@@ -794,6 +794,6 @@ mod tests {
             assert_eq!(root_of(OsStr::new(&value)), Ok(root.clone()), "{value}");
         }
         assert!(root_of(OsStr::new(&format!("{text}:{text}"))).unwrap_err().contains("a list"));
-        assert!(root_of(dir.path().join("nowhere").as_os_str()).unwrap_err().contains("there is no"));
+        assert!(root_of(dir.path().join("absent").as_os_str()).unwrap_err().contains("there is no"));
     }
 }
