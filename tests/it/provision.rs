@@ -14,6 +14,9 @@ use fi_arch::survey;
 
 use crate::survey::{in_child, is_child};
 
+/// A home that no other test knows: what pip starts may make folders in it.
+const NO_HOME: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/no-home");
+
 fn names_in(dir: &Path) -> Vec<String> {
     let mut names: Vec<String> =
         fs::read_dir(dir).into_iter().flatten().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
@@ -123,7 +126,7 @@ fn start_fetch(home: &Path, path: &OsStr) -> Child {
     Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "provision::child_fetch", "--nocapture"])
         .env_clear()
-        .envs([("HOME", OsStr::new("/nonexistent")), ("FI_ARCH_TEST_CHILD", OsStr::new("1"))])
+        .envs([("HOME", OsStr::new(NO_HOME)), ("FI_ARCH_TEST_CHILD", OsStr::new("1"))])
         .envs([("FI_ARCH_HOME", home.as_os_str()), ("PATH", path)])
         .stdout(Stdio::piped())
         .spawn()

@@ -166,7 +166,7 @@ pub fn in_child(name: &str, vars: &[(&str, &std::ffi::OsStr)]) -> String {
     let output = std::process::Command::new(std::env::current_exe().unwrap())
         .args(["--exact", name, "--nocapture", "--test-threads=1"])
         .env_clear()
-        .env("HOME", "/nonexistent")
+        .env("HOME", concat!(env!("CARGO_TARGET_TMPDIR"), "/no-home"))
         .envs(vars.iter().copied())
         .env("FI_ARCH_TEST_CHILD", "1")
         .output()
