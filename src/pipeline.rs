@@ -127,6 +127,12 @@ impl Context {
 pub fn build(request: &Request, context: &Context, observe: Observer) -> Result<Built> {
     let started = Instant::now();
     let prepared = prepare(request, context, observe)?;
+    if let Some(why) = misfit(&prepared.flashinfer, &prepared.tvm_ffi) {
+        // Its headers are compiled in, and its library is called: another version fails after minutes, or later.
+        return Err(Error::unsupported("this FlashInfer and this apache-tvm-ffi do not fit each other").because(why).hint(
+            format!("install one that fits where FlashInfer is; the one found is {}", prepared.tvm_ffi.package.display()),
+        ));
+    }
     let store = Store::open(&context.home)?;
     let why = |hit: Option<&Entry>| request.explain.then(|| explain::explain(&prepared, &store, hit, &context.memo));
     if let Some(entry) = look_up(&prepared, &store, &context.memo)? {
@@ -306,6 +312,9 @@ pub fn dry_run(request: &Request, context: &Context, observe: Observer) -> Resul
         return Ok(DryRun { flashinfer, overlay, target, consumer, cudart, min_driver, planned: None, would_fetch });
     }
     let prepared = prepare_on(ground, overlay, module, &offline, context, observe)?;
+    if let Some(why) = misfit(&prepared.flashinfer, &prepared.tvm_ffi) {
+        observe(Event::Warning(format!("a build would be refused: {why}")));
+    }
     let store = Store::open(&context.home)?;
     let entry = look_up(&prepared, &store, &context.memo)?;
     let explanation = offline.explain.then(|| explain::explain(&prepared, &store, entry.as_ref(), &context.memo));
@@ -415,17 +424,16 @@ fn tvm_ffi(ground: &Ground, request: &Request, context: &Context, observe: Obser
             })?
         }
     };
-    if let Some(range) = Tables::load().release(&ground.flashinfer.version).map(|release| &release.tvm_ffi)
-        && let (Ok(range), Ok(version)) =
-            (range.parse::<pep440_rs::VersionSpecifiers>(), found.version.parse::<pep440_rs::Version>())
-        && !range.contains(&version)
-    {
-        observe(Event::Warning(format!(
-            "apache-tvm-ffi {version} is outside of {range}, which FlashInfer {} asks for",
-            ground.flashinfer.version
-        )));
-    }
     Ok(found)
+}
+
+/// Why a tvm-ffi does not fit a FlashInfer, by the range that this FlashInfer asks for.
+fn misfit(flashinfer: &FlashInfer, tvm_ffi: &TvmFfi) -> Option<String> {
+    let asked = &Tables::load().release(&flashinfer.version)?.tvm_ffi;
+    let range: pep440_rs::VersionSpecifiers = asked.parse().ok()?;
+    let version: pep440_rs::Version = tvm_ffi.version.parse().ok()?;
+    let outside = || format!("apache-tvm-ffi {version} is outside of {range}, which FlashInfer {} asks for", flashinfer.version);
+    (!range.contains(&version)).then(outside)
 }
 
 fn fetched_toolkit(root: &Path, memo: &Memo) -> Result<Toolkit> {

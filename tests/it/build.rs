@@ -348,6 +348,21 @@ fn releases_that_do_not_exist_or_have_another_layout_are_refused() {
 }
 
 #[test]
+fn a_tvm_ffi_that_flashinfer_excludes_is_refused_before_anything_is_compiled() {
+    let sandbox = Sandbox::new();
+    let site = own_flashinfer(&sandbox, "site");
+    fetch_toolkit(&sandbox);
+    let tvm_ffi = first_match(&sandbox.home().join("wheels"), "tvm_ffi/__init__.py").parent().unwrap().to_owned();
+    copy_dir(&tvm_ffi, &site.join("tvm_ffi"));
+    fs::create_dir_all(site.join("apache_tvm_ffi-0.1.8.dist-info")).unwrap();
+    let metadata = "Metadata-Version: 2.1\nName: apache-tvm-ffi\nVersion: 0.1.8\n";
+    fs::write(site.join("apache_tvm_ffi-0.1.8.dist-info/METADATA"), metadata).unwrap();
+    let args = small(&["--flashinfer", text(&site)]);
+    sandbox.run(&[&["build"], &args[..]].concat()).exits(4).says("0.1.8 is outside of").says("hint:");
+    sandbox.run(&[&["build", "--dry-run"], &args[..]].concat()).exits(0).says("a build would be refused");
+}
+
+#[test]
 fn a_bare_machine_without_network_says_what_it_could_not_fetch() {
     let sandbox = Sandbox::bare();
     // Nothing listens on the discard port of this machine.
