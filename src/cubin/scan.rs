@@ -1,6 +1,6 @@
 //! A whole folder: what in it has code for a target, and what of that is hollow.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -64,11 +64,11 @@ pub enum Kernels {
     NotRead { packed_bytes: u64 },
     Read {
         count: usize,
-        /// The names of those that cannot write memory outside their thread block, though they can in this file's code for
-        /// another target, or there is no such code to compare with. This is what a guard around a kernel's body leaves.
+        /// The names of those that cannot write memory outside their thread block, and are not so for other targets of this
+        /// file, or there is none to compare with. This is what a wrong guard around a kernel's body leaves.
         hollow: Vec<String>,
-        /// How many can write nothing for another target either: empty by design (probes of the hardware, waits, the
-        /// conjugate of a real number). Math libraries have hundreds.
+        /// How many are hollow for another target too: by design (probes of the hardware, waits, kernels for other GPUs).
+        /// Math libraries have hundreds.
         hollow_everywhere: usize,
     },
 }
@@ -159,10 +159,7 @@ pub fn file(path: &Path, options: &Options) -> Result<Found, Unread> {
         hollow.dedup();
         is_empty = count == 0;
         let all = hollow.len();
-        if !hollow.is_empty() {
-            let elsewhere = hollow_elsewhere(path, &others, options)?;
-            hollow.retain(|name| elsewhere.get(name) != Some(&true));
-        }
+        retain_hollow_here(path, &mut hollow, &others, options)?;
         found.kernels = Kernels::Read { count, hollow_everywhere: all - hollow.len(), hollow };
     }
     if is_empty || found.missing().next().is_some() {
@@ -180,22 +177,30 @@ pub fn file(path: &Path, options: &Options) -> Result<Found, Unread> {
     Ok(found)
 }
 
-/// The kernels of the other target that this file has most code for, and whether each is hollow there too.
-fn hollow_elsewhere(path: &Path, others: &[&Outline], options: &Options) -> Result<HashMap<String, bool>, Unread> {
-    let mut bytes: BTreeMap<(u32, &str), u64> = BTreeMap::new();
+/// Keeps of `hollow` the kernels that are hollow for neither the oldest nor the newest of the other targets.
+///
+/// A kernel made for newer GPUs alone is hollow on the oldest too, one made for older ones alone on the newest too, and neither is
+/// launched where it is hollow. Hollow here and between two targets where it is not: that is what a wrong guard leaves.
+fn retain_hollow_here(path: &Path, hollow: &mut Vec<String>, others: &[&Outline], options: &Options) -> Result<(), Unread> {
+    let mut targets: BTreeMap<(u32, &str), Vec<&Outline>> = BTreeMap::new();
     for image in others.iter().filter(|image| image.kind == Kind::Sass && image.sm >= super::sass::FIRST_SM) {
-        *bytes.entry((image.sm, &image.suffix)).or_default() += image.stored_bytes;
+        targets.entry((image.sm, &image.suffix)).or_default().push(image);
     }
-    let fits = |packed: u64| options.read_all || packed <= READ_MAX;
-    let most = bytes.iter().filter(|(_, packed)| fits(**packed)).max_by_key(|(target, packed)| (**packed, **target));
-    let Some((&(sm, suffix), _)) = most else { return Ok(HashMap::new()) };
-    let same: Vec<&Outline> =
-        others.iter().copied().filter(|image| image.kind == Kind::Sass && image.sm == sm && image.suffix == suffix).collect();
-    let mut kernels: HashMap<String, bool> = HashMap::new();
-    for kernel in read(path, &same)?.into_iter().flat_map(|image| image.kernels) {
-        kernels.entry(kernel.name).and_modify(|hollow| *hollow &= kernel.hollow).or_insert(kernel.hollow);
+    let packed = |images: &[&Outline]| images.iter().map(|image| image.stored_bytes).sum::<u64>();
+    // A target for which only a few kernels were compiled says nothing of the others; one that is too large is not read.
+    let largest = targets.values().map(|images| packed(images)).max().unwrap_or(0);
+    let fits = |bytes: u64| bytes >= largest / 4 && (options.read_all || bytes <= READ_MAX);
+    let targets: Vec<_> = targets.values().filter(|images| fits(packed(images))).collect();
+    let ends = targets.first().into_iter().chain(targets.last().filter(|_| targets.len() > 1));
+    for images in ends {
+        if hollow.is_empty() {
+            break;
+        }
+        let images = read(path, images)?;
+        let there: HashSet<&str> = images.iter().flat_map(Image::hollow).map(|kernel| kernel.name.as_str()).collect();
+        hollow.retain(|name| !there.contains(name.as_str()));
     }
-    Ok(kernels)
+    Ok(())
 }
 
 fn has_kernels(image: &Image) -> bool {
