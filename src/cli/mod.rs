@@ -37,7 +37,7 @@ struct Cli {
 const EXIT_CODES: &str = "\
 Exit codes:
   0    what was asked for is so
-  1    doctor, inspect, scan, verify, smoke, cache verify or tables check found a fault
+  1    doctor, inspect, scan, cache verify or tables check found a fault
   2    the command line is wrong
   3    the machine lacks something: nvcc, headers, disk, network, GPU
   4    a release, target or arch is unknown, unsupported or beyond this nvcc
