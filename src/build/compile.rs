@@ -18,7 +18,8 @@ const LOOK: Duration = Duration::from_millis(50);
 /// How long a job may take to end after it was asked to, before it is killed.
 const GRACE: Duration = Duration::from_millis(500);
 
-/// Variables that would slip flags, include paths or other programs into a compile behind the plan's back.
+/// Variables that would slip flags or include paths into a compile behind the plan's back. `COMPILER_PATH` and
+/// `GCC_EXEC_PREFIX` stay: the host compiler's programs were found with them, so the key knows what they choose.
 const SILENT_INPUTS: &[&str] = &[
     "NVCC_PREPEND_FLAGS",
     "NVCC_APPEND_FLAGS",
@@ -26,8 +27,6 @@ const SILENT_INPUTS: &[&str] = &[
     "C_INCLUDE_PATH",
     "CPLUS_INCLUDE_PATH",
     "LIBRARY_PATH",
-    "COMPILER_PATH",
-    "GCC_EXEC_PREFIX",
     "DEPENDENCIES_OUTPUT",
     "SUNPRO_DEPENDENCIES",
     "CUDA_CACHE_DISABLE",
@@ -175,7 +174,9 @@ fn stage(job: &Job, dir: &Path) -> &'static str {
 fn failure(job: &Job, exit: ExitStatus, logs: &Path) -> Error {
     let log = log_path(logs, &job.label);
     let output = fs::read(&log).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
-    let Diagnosis { first_error, hint } = diagnose(&output, exit.signal());
+    // A shell between us and the compiler reports a signal as 128 more.
+    let signal = exit.signal().or(exit.code().filter(|code| matches!(code, 137 | 143)).map(|code| code - 128));
+    let Diagnosis { first_error, hint } = diagnose(&output, signal);
     let how = match (exit.code(), exit.signal()) {
         (Some(code), _) => format!("it exited with {code}"),
         (None, Some(signal)) => format!("signal {signal} ended it"),

@@ -59,7 +59,13 @@ pub struct Plan {
 /// Makes the plan for `inputs`.
 pub fn plan(inputs: &Inputs) -> Result<Plan> {
     let Inputs { module, recipe, overlay, package, toolkit, cudart, host, .. } = *inputs;
-    let mut links = vec![(DATA, package.join("data")), (TVM_FFI, inputs.tvm_ffi.package.clone()), (CUDA, toolkit.root.clone())];
+    // Where links lead now: one that is turned to another folder in the middle (`/usr/local/cuda`) changes nothing.
+    let real = |path: PathBuf| path.canonicalize().unwrap_or(path);
+    let mut links = vec![
+        (DATA, real(package.join("data"))),
+        (TVM_FFI, real(inputs.tvm_ffi.package.clone())),
+        (CUDA, real(toolkit.root.clone())),
+    ];
     if toolkit.include != toolkit.root.join("include") {
         links.push((CUDA_INCLUDE, toolkit.include.clone()));
     }

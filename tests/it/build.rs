@@ -217,6 +217,22 @@ fn another_user(sandbox: &Sandbox) -> &'static [&'static str] {
 }
 
 #[test]
+fn a_module_with_a_hollow_kernel_is_refused_and_not_stored() {
+    let sandbox = Sandbox::new();
+    let site = own_flashinfer(&sandbox, "site");
+    let source = site.join("flashinfer/data/csrc/vllm_custom_all_reduce.cu");
+    let mut code = fs::read_to_string(&source).unwrap();
+    code.push_str("\n__global__ void emptied(float* out) {}\nvoid launch(float* out) { emptied<<<1, 1>>>(out); }\n");
+    fs::write(&source, code).unwrap();
+    let mut command = sandbox.command(&[&["build", "--json"], &small(&["--flashinfer", text(&site)])[..]].concat());
+    // What would slip flags into a compile unseen is taken away: with this one, nvcc would not even start.
+    command.env("NVCC_APPEND_FLAGS", "--no-such-flag");
+    let ran = Ran::of(&mut command).exits(5).says("hollow-kernel: 1 of 25 kernels").says("emptied").says("the full log is in");
+    assert_eq!(ran.json()["error"]["exit"], 5);
+    assert_eq!((sandbox.artifacts(), sandbox.staged()), (0, Vec::new()));
+}
+
+#[test]
 fn two_folders_give_the_same_bytes() {
     let (one, two) = (Sandbox::new(), Sandbox::new());
     let site = own_flashinfer(&two, "a/longer/name for a site");

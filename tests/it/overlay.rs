@@ -417,7 +417,7 @@ fn files_that_bear_our_edits_are_never_edited_twice() {
         fs::write(copy.path().join(&file.path), &file.post).unwrap();
     }
     let text = refusal(compute_in(copy.path(), "0.6.4"));
-    assert!(text.contains("bears fi-arch's edits already") && text.contains("fi-arch uninstall"), "{text}");
+    assert!(text.contains("bears fi-arch's edits already") && text.contains("install that FlashInfer again"), "{text}");
 }
 
 #[test]
