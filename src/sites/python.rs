@@ -34,9 +34,13 @@ impl<'s> Source<'s> {
             wanted.push(&anchor.find.as_bytes()[token]);
             true
         });
+        // Only what touches a named function can hold a place in it.
+        let named =
+            |name: &String| self.functions.iter().filter(|(known, _)| known == name).map(|(_, bytes)| bytes.clone()).collect();
+        let regions: Option<Vec<Range<usize>>> = anchor.within.as_ref().map(named);
         let inside = |name: &str, at: usize| self.functions.iter().any(|(known, bytes)| known == name && bytes.contains(&at));
         let mut sites = Vec::new();
-        self.search(self.tree.root_node(), &wanted, &mut |bytes| {
+        self.search(self.tree.root_node(), &wanted, regions.as_deref(), &mut |bytes| {
             let in_place = anchor.within.as_ref().is_none_or(|name| inside(name, bytes.start))
                 && anchor.outside.as_ref().is_none_or(|name| !inside(name, bytes.start));
             if in_place {
@@ -46,33 +50,54 @@ impl<'s> Source<'s> {
         sites
     }
 
-    /// Hands over the outermost nodes that consist of the tokens `wanted`.
-    fn search(&self, node: Node<'_>, wanted: &[&[u8]], found: &mut impl FnMut(Range<usize>)) {
+    /// Hands over the outermost nodes that consist of the tokens `wanted`, of those that touch one of `regions` (all without).
+    fn search(&self, node: Node<'_>, wanted: &[&[u8]], regions: Option<&[Range<usize>]>, found: &mut impl FnMut(Range<usize>)) {
+        let touches = |region: &Range<usize>| region.start < node.end_byte() && node.start_byte() < region.end;
+        if regions.is_some_and(|regions| !regions.iter().any(touches)) {
+            return;
+        }
+        // A look at the first bytes saves walking a tree for each node. A comment or a space there hides the first token.
+        let text = &self.text[node.start_byte()..];
+        let may_begin =
+            |first: &&[u8]| text.starts_with(first) || text.first().is_some_and(|b| *b == b'#' || b.is_ascii_whitespace());
         let mut rest = wanted.iter();
-        let same = tokens(node, &mut |token| rest.next().is_some_and(|next| *next == &self.text[token]));
+        let same = wanted.first().is_some_and(may_begin)
+            && tokens(node, &mut |token| rest.next().is_some_and(|next| *next == &self.text[token]));
         if same && rest.next().is_none() && !wanted.is_empty() {
             return found(node.byte_range());
         }
         let mut cursor = node.walk();
         for child in node.named_children(&mut cursor) {
-            self.search(child, wanted, found);
+            self.search(child, wanted, regions, found);
         }
     }
 }
 
 fn name_functions(node: Node<'_>, source: &[u8], scope: &str, functions: &mut Vec<(String, Range<usize>)>) {
     let definition = matches!(node.kind(), "function_definition" | "class_definition");
-    let scope = match node.child_by_field_name("name").filter(|_| definition) {
-        Some(name) if scope.is_empty() => String::from_utf8_lossy(text(name, source)).into_owned(),
-        Some(name) => format!("{scope}.{}", String::from_utf8_lossy(text(name, source))),
-        None => scope.to_owned(),
-    };
+    let name = definition.then(|| node.child_by_field_name("name")).flatten();
+    let qualified = name.map(|name| match (scope, String::from_utf8_lossy(text(name, source))) {
+        ("", name) => name.into_owned(),
+        (scope, name) => format!("{scope}.{name}"),
+    });
+    let scope = qualified.as_deref().unwrap_or(scope);
     if node.kind() == "function_definition" {
-        functions.push((scope.clone(), node.byte_range()));
+        functions.push((scope.to_owned(), node.byte_range()));
     }
     let mut cursor = node.walk();
     for child in node.named_children(&mut cursor) {
-        name_functions(child, source, &scope, functions);
+        // Most of a file is in these, and no definition is.
+        if !matches!(
+            child.kind(),
+            "expression_statement"
+                | "return_statement"
+                | "import_statement"
+                | "import_from_statement"
+                | "parameters"
+                | "decorator"
+        ) {
+            name_functions(child, source, scope, functions);
+        }
     }
 }
 
