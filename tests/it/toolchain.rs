@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use fi_arch::build::consumer::Consumer;
 use fi_arch::build::toolchain::{self, Cudart, Found, Toolkit};
@@ -11,20 +11,8 @@ use fi_arch::error::Error;
 use fi_arch::memo::Memo;
 use fi_arch::target;
 
-use crate::support::wheels;
+use crate::support::toolkit::cuda_13_0;
 use crate::survey::{in_child, is_child};
-
-/// The CUDA 13.0 toolkit as pip unpacks it: no lib64, and no libcudart.so.
-fn real_cuda() -> PathBuf {
-    let wheels = [
-        ("nvidia-cuda-nvcc", "13.0.88"),
-        ("nvidia-nvvm", "13.0.88"),
-        ("nvidia-cuda-crt", "13.0.88"),
-        ("nvidia-cuda-runtime", "13.0.96"),
-        ("nvidia-cuda-cccl", "13.0.85"),
-    ];
-    wheels::unpacked_set("cuda-13.0", &wheels).join("nvidia/cu13")
-}
 
 fn script(path: &Path, body: &str) {
     fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -46,7 +34,7 @@ pub fn fake_toolkit(root: &Path, release: &str, cudart_version: u32) {
     fs::create_dir_all(root.join("include/cuda/std")).unwrap();
     fs::write(root.join("include/cuda_runtime_api.h"), format!("/* */\n#define CUDART_VERSION  {cudart_version}\n")).unwrap();
     fs::create_dir_all(root.join("lib64")).unwrap();
-    symlink(real_cuda().join("lib/libcudart.so.13"), root.join("lib64/libcudart.so")).unwrap();
+    symlink(cuda_13_0().join("lib/libcudart.so.13"), root.join("lib64/libcudart.so")).unwrap();
 }
 
 fn reason(root: &Path) -> String {
@@ -55,7 +43,7 @@ fn reason(root: &Path) -> String {
 
 #[test]
 fn the_real_wheels_are_a_toolkit_that_links_and_compiles() {
-    let root = real_cuda();
+    let root = cuda_13_0();
     let memo = Memo::default();
     let toolkit = toolchain::at(&root, "test", &memo).unwrap();
     assert_eq!((toolkit.full_version.as_str(), toolkit.cudart_soname.as_str()), ("13.0.88", "libcudart.so.13"));
@@ -80,7 +68,7 @@ fn the_real_wheels_are_a_toolkit_that_links_and_compiles() {
 fn a_host_compiler_that_nvcc_does_not_take_is_told_before_the_build() {
     let dir = tempfile::tempdir().unwrap();
     let memo = Memo::default();
-    let toolkit = toolchain::at(&real_cuda(), "test", &memo).unwrap();
+    let toolkit = toolchain::at(&cuda_13_0(), "test", &memo).unwrap();
     let mut host = toolchain::host_compiler(&memo).unwrap();
     let wrapper = dir.path().join("g++-99");
     script(&wrapper, &format!("exec '{}' -U__GNUC__ -D__GNUC__=99 \"$@\"", host.path.display()));
@@ -96,7 +84,7 @@ fn a_host_compiler_that_nvcc_does_not_take_is_told_before_the_build() {
 fn a_libcudart_that_does_not_link_is_told_before_the_build() {
     let dir = tempfile::tempdir().unwrap();
     let memo = Memo::default();
-    let mut toolkit = toolchain::at(&real_cuda(), "test", &memo).unwrap();
+    let mut toolkit = toolchain::at(&cuda_13_0(), "test", &memo).unwrap();
     let host = toolchain::host_compiler(&memo).unwrap();
     toolkit.cudart = dir.path().join("libcudart.so.13");
     toolkit.cudart_static = Some(dir.path().join("libcudart_static.a"));
