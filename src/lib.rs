@@ -7,6 +7,7 @@
 //! | --- | --- |
 //! | [`exit`], [`error`], [`mod@env`], [`cancel`], [`digest`], [`memo`] | exit codes, the one error type, environment variables, Ctrl-C, SHA-256, remembered digests |
 //! | [`target`] | SM targets: parsing, family rules, what an nvcc can emit |
+//! | [`policy`] | the limits under which the fused path is used |
 //! | [`tables`] | `arch-tables/` read into types; look-up by digest and release |
 //! | [`survey`] | what is on this machine; knows nothing of gates |
 //! | [`sites`] | finds gates and defects in files; changes nothing |
@@ -17,6 +18,7 @@
 //! | [`judge`] | inventory + linkage → verdict |
 //! | [`store`] | key, manifest, lock, publish, gc, bundles |
 //! | [`pipeline`] | the one place that knows build, judge and store: look up, lock, compile, judge, publish, explain; export and import |
+//! | [`activate`] | overlay plus artifact into an environment, and out of it again |
 //! | [`verify`] | what is wrong in an environment, and what FlashInfer would load in it; `doctor` stands on it |
 //! | [`cli`] | one file a verb; human and JSON output; no logic of its own |
 
@@ -28,6 +30,8 @@ pub mod exit;
 pub mod memo;
 
 pub mod target;
+
+pub mod policy;
 
 pub mod tables;
 
@@ -48,6 +52,8 @@ pub mod judge;
 pub mod store;
 
 pub mod pipeline;
+
+pub mod activate;
 
 pub mod verify;
 

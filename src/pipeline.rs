@@ -247,7 +247,7 @@ pub fn edits(request: &Request, context: &Context, observe: Observer) -> Result<
 }
 
 fn overlay_of(module: &'static Module, flashinfer: &FlashInfer, request: &Request, observe: Observer) -> Result<Overlay> {
-    let options = overlay::Options { gate_only: request.gate_only };
+    let options = overlay::Options { gate_only: request.gate_only, ..Default::default() };
     let overlay = overlay::compute(&flashinfer.package, module, &flashinfer.version, &options)?;
     for warning in &overlay.warnings {
         observe(Event::Warning(warning.clone()));

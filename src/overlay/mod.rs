@@ -67,6 +67,8 @@ pub struct Edit {
 pub struct Options {
     /// The gate's edit alone, which makes kernels that write nothing. For tests of what refuses them.
     pub gate_only: bool,
+    /// For Python as well as for nvcc: an opened generator asks the package `fi_arch_shim` for the artifact.
+    pub serve: bool,
 }
 
 /// A change of some bytes of a file.
@@ -148,6 +150,9 @@ pub fn compute(package: &Path, module: &Module, version: &str, options: &Options
             post: apply(original, &mut work.changes),
             edits: work.edits,
         });
+    }
+    if options.serve {
+        files.iter_mut().filter(|file| file.path == module.generator.file).for_each(|file| serve(file, module));
     }
     for (header, edits) in added {
         files.push(our_header(package, header, edits)?);
@@ -277,6 +282,21 @@ fn open_gate<'m>(
     work.changes.push(Change { bytes: found.end_of_last..found.end_of_last, text: format!(", {}", gate.add) });
     work.edits.push(defect.id.clone());
     Ok(Some(edit(defect, path, found.site.line, 1)))
+}
+
+/// Hands the generator to the package `fi_arch_shim`. Behind all else, so that no line of the file moves; and where the package is
+/// gone, the generator is FlashInfer's own.
+fn serve(file: &mut File, module: &Module) {
+    let generator = &module.generator.function;
+    let end = if file.post.ends_with(b"\n") { "" } else { "\n" };
+    let text = format!(
+        "{end}\n\n# fi-arch: the proven artifact of {name} is loaded from the package fi_arch_shim.\n\
+         try:\n    from fi_arch_shim import serve as _fi_arch_serve\n\
+         except ImportError:\n    pass\n\
+         else:\n    {generator} = _fi_arch_serve(\"{name}\", {generator})\n",
+        name = module.name
+    );
+    file.post.extend_from_slice(text.as_bytes());
 }
 
 fn cure<'p>(
