@@ -47,7 +47,8 @@ pub use inputs::{Field, Fields, Input, Inputs, Value};
 pub use key::{Key, KeyBuilder};
 pub use lock::Lock;
 pub use manifest::{
-    EditRecord, FORMAT as MANIFEST_FORMAT, FileRecord, Manifest, VerdictRecord, seal as seal_manifest, timestamp,
+    EditRecord, FORMAT as MANIFEST_FORMAT, FileRecord, Manifest, VerdictRecord, seal as seal_manifest, seal, timestamp,
+    unseal_value,
 };
 pub use staging::Staging;
 
