@@ -47,8 +47,7 @@ pub use inputs::{Field, Fields, Input, Inputs, Value};
 pub use key::{Key, KeyBuilder};
 pub use lock::Lock;
 pub use manifest::{
-    EditRecord, FORMAT as MANIFEST_FORMAT, FileRecord, Manifest, VerdictRecord, seal as seal_manifest, seal, timestamp,
-    unseal_value,
+    EditRecord, FORMAT as MANIFEST_FORMAT, FileRecord, Manifest, VerdictRecord, seal as seal_manifest, timestamp, unseal_value,
 };
 pub use staging::Staging;
 
