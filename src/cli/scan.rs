@@ -11,13 +11,14 @@ use crate::cubin::scan::{self, Kernels, Options, Scan, Scanned};
 use crate::cubin::usable::Usable;
 use crate::error::Result;
 use crate::exit::Exit;
-use crate::target;
+use crate::{tables, target};
 
 /// Show which libraries below a folder have code that a GPU can run, and which kernels of it are hollow
 ///
 /// Reads every .so, .cubin and .fatbin below DIR; needs no CUDA toolkit. Ends with 1 when a file has GPU code and none
-/// for a target, or when a kernel for it is hollow that is not so for another target. Links count once. Files that cannot be understood are reported, and
-/// count as faults only where they are known to hold GPU code.
+/// for a target, or when a kernel for it is hollow that is not so for another target. Libraries that choose among their own kernels
+/// (cuBLAS, cuDNN and the like) may hold hollow ones: those are shown, and are no fault. Links count once. Files that cannot be
+/// understood are reported, and count as faults only where they are known to hold GPU code.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The folder: an environment, a site-packages, an unpacked image
@@ -61,6 +62,7 @@ pub fn run(args: Args, output: &Output) -> Result<Exit> {
                 "with_gpu_code": sum.with_code,
                 "without_usable_code": sum.without,
                 "with_hollow_kernels": sum.hollow,
+                "with_hollow_kernels_not_chosen": sum.hollow_not_chosen,
                 "kernels_not_read": sum.not_read,
                 "unreadable": sum.unreadable,
                 "elapsed_s": elapsed,
@@ -82,7 +84,10 @@ struct Sum {
     with_code: usize,
     /// Files with GPU code that lack a target.
     without: usize,
+    /// Files with hollow kernels that somebody may launch.
     hollow: usize,
+    /// Files with hollow kernels that choose among their kernels themselves.
+    hollow_not_chosen: usize,
     not_read: usize,
     unreadable: usize,
     /// Unreadable, and known to hold GPU code.
@@ -97,7 +102,8 @@ impl Sum {
                 Ok(found) => {
                     sum.with_code += usize::from(found.has_gpu_code());
                     sum.without += usize::from(found.missing().next().is_some());
-                    sum.hollow += usize::from(!found.hollow().is_empty());
+                    let count = if chooses(file) { &mut sum.hollow_not_chosen } else { &mut sum.hollow };
+                    *count += usize::from(!found.hollow().is_empty());
                     sum.not_read += usize::from(matches!(found.kernels, Kernels::NotRead { .. }));
                 }
                 Err(unread) => {
@@ -108,6 +114,11 @@ impl Sum {
         }
         sum
     }
+}
+
+/// Whether a file launches only those of its kernels that it has chosen for the GPU.
+fn chooses(file: &Scanned) -> bool {
+    file.path.file_name().and_then(|name| name.to_str()).is_some_and(tables::chooses_its_kernels)
 }
 
 fn word(usable: Option<Usable>) -> &'static str {
@@ -132,6 +143,7 @@ fn file_json(file: &Scanned) -> Value {
             };
             (value["kernels"], value["hollow"], value["hollow_everywhere"]) = (json!(kernels), json!(hollow), json!(everywhere));
             value["hollow_kernels"] = json!(found.hollow());
+            value["chooses_its_kernels"] = json!(chooses(file));
         }
     }
     value
@@ -156,7 +168,11 @@ fn text(scan: &Scan, sum: &Sum, args: &Args, elapsed: f64) -> String {
         }
         let hollow = found.hollow();
         if let (Kernels::Read { count, .. }, false) = (&found.kernels, hollow.is_empty()) {
-            let _ = writeln!(text, "hollow      {path}: {} of {count} kernels cannot write any result here", hollow.len());
+            let (word, remark) = match chooses(file) {
+                true => ("its choice ", "; the library itself decides what it launches"),
+                false => ("hollow     ", ""),
+            };
+            let _ = writeln!(text, "{word} {path}: {} of {count} kernels cannot write any result here{remark}", hollow.len());
             hollow.iter().take(FEW).for_each(|name| _ = writeln!(text, "              {name}"));
             if hollow.len() > FEW {
                 let _ = writeln!(text, "              and {} more (--json lists them all)", hollow.len() - FEW);

@@ -1,5 +1,6 @@
 //! What is known of FlashInfer: `arch-tables/flashinfer/` read into types. Data, not code.
 
+mod dispatching;
 mod releases;
 mod toolkits;
 mod torch;
@@ -17,6 +18,7 @@ use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::target::CudaVersion;
 
+pub use dispatching::chooses_its_kernels;
 pub use toolkits::{knows_cuda, min_driver};
 pub use torch::cuda_of_torch;
 

@@ -76,6 +76,14 @@ fn a_kernel_that_is_hollow_for_this_target_alone_is_a_fault() {
 }
 
 #[test]
+fn a_hollow_kernel_that_its_library_does_not_choose_is_shown_and_no_fault() {
+    let folder = Folder::with(&[("libcusparseLt.so.0", "hollow")]);
+    let report = folder.scan(&["--sm", "120"]).exits(0).json();
+    assert_eq!(of(&report, "libcusparseLt.so.0")["hollow"], 1);
+    assert_eq!((&report["with_hollow_kernels"], &report["with_hollow_kernels_not_chosen"]), (&0.into(), &1.into()));
+}
+
+#[test]
 fn links_count_once_and_the_real_name_is_shown() {
     let folder = Folder::with(&[("z/good.so", "good")]);
     fs::hard_link(folder.dir().join("z/good.so"), folder.dir().join("z/hard.so")).unwrap();
