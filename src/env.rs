@@ -33,8 +33,20 @@ pub const PATH: &str = "PATH";
 pub const CXX: &str = "CXX";
 /// The host compiler that nvcc takes without `-ccbin`; distributions whose default compiler is too new for CUDA set it.
 pub const NVCC_CCBIN: &str = "NVCC_CCBIN";
-/// Flags that nvcc adds to every command line by itself. We take them away: no plan knows of them.
-pub const NVCC_FLAGS: [&str; 2] = ["NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"];
+/// Variables that would slip flags, include paths or libraries into a compile behind the plan's back: whatever fi-arch starts to
+/// compile or to link does not get them. `COMPILER_PATH` and `GCC_EXEC_PREFIX` stay: the host compiler's programs were found with
+/// them, so the key knows what they choose.
+pub const SILENT_INPUTS: [&str; 9] = [
+    "NVCC_PREPEND_FLAGS",
+    "NVCC_APPEND_FLAGS",
+    "CPATH",
+    "C_INCLUDE_PATH",
+    "CPLUS_INCLUDE_PATH",
+    "LIBRARY_PATH",
+    "DEPENDENCIES_OUTPUT",
+    "SUNPRO_DEPENDENCIES",
+    "CUDA_CACHE_DISABLE",
+];
 /// Where a GCC driver looks for the programs it runs.
 pub const COMPILER_PATH: &str = "COMPILER_PATH";
 /// The other place where a GCC driver looks for the programs it runs.

@@ -10,6 +10,7 @@ use rustix::process::{Pid, Signal};
 
 use super::diagnose::{Diagnosis, diagnose};
 use crate::cancel;
+use crate::env;
 use crate::error::{Error, Result};
 
 /// How often running jobs are looked at. Short beside a job of seconds, long beside the look.
@@ -17,20 +18,6 @@ const LOOK: Duration = Duration::from_millis(50);
 
 /// How long a job may take to end after it was asked to, before it is killed.
 const GRACE: Duration = Duration::from_millis(500);
-
-/// Variables that would slip flags or include paths into a compile behind the plan's back. `COMPILER_PATH` and
-/// `GCC_EXEC_PREFIX` stay: the host compiler's programs were found with them, so the key knows what they choose.
-const SILENT_INPUTS: &[&str] = &[
-    "NVCC_PREPEND_FLAGS",
-    "NVCC_APPEND_FLAGS",
-    "CPATH",
-    "C_INCLUDE_PATH",
-    "CPLUS_INCLUDE_PATH",
-    "LIBRARY_PATH",
-    "DEPENDENCIES_OUTPUT",
-    "SUNPRO_DEPENDENCIES",
-    "CUDA_CACHE_DISABLE",
-];
 
 /// One command, run in the build's folder.
 #[derive(Debug, Clone)]
@@ -130,7 +117,7 @@ fn spawn(job: &Job, dir: &Path, logs: &Path) -> Result<Child> {
     command.args(&job.argv[1..]).current_dir(dir).stdin(Stdio::null()).stdout(log).stderr(log2);
     // A group of its own, so that one signal reaches nvcc and everything that nvcc started.
     command.process_group(0);
-    for name in SILENT_INPUTS {
+    for name in env::SILENT_INPUTS {
         if std::env::var_os(name).is_some() {
             tracing::info!("{name} is set; builds do not read it, since the product would then depend on it unseen");
         }

@@ -61,7 +61,7 @@ impl Rejected {
 impl Toolkit {
     /// A command that runs this nvcc, free of the variables by which nvcc adds flags that no plan knows of.
     pub fn command(&self) -> Command {
-        nvcc_command(&self.nvcc)
+        compiler_command(&self.nvcc)
     }
 
     /// How a product of this toolkit gets its CUDA runtime in the process of `consumer`, or why it cannot.
@@ -292,9 +292,10 @@ fn root_of_nvcc(nvcc: &Path) -> PathBuf {
     real.as_deref().and_then(root).or_else(|| root(nvcc)).unwrap_or_else(|| nvcc.parent().unwrap_or(nvcc).to_owned())
 }
 
-fn nvcc_command(nvcc: &Path) -> Command {
-    let mut command = Command::new(nvcc);
-    for name in env::NVCC_FLAGS {
+/// A compiler's command line, without what would come into it unseen.
+fn compiler_command(program: &Path) -> Command {
+    let mut command = Command::new(program);
+    for name in env::SILENT_INPUTS {
         command.env_remove(name);
     }
     command
@@ -352,7 +353,7 @@ fn release(root: &Path, memo: &Memo) -> Result<(String, CudaVersion), String> {
 /// `13.0.88` of `Cuda compilation tools, release 13.0, V13.0.88`.
 fn ask_version(nvcc: &Path) -> Result<String> {
     let failed = |why: String| Error::machine(format!("{} does not say its version", nvcc.display())).because(why);
-    let ran = process::run(nvcc_command(nvcc).arg("--version"), ANSWER).map_err(|e| failed(e.to_string()))?;
+    let ran = process::run(compiler_command(nvcc).arg("--version"), ANSWER).map_err(|e| failed(e.to_string()))?;
     if !ran.ok {
         return Err(failed(ran.last_line()));
     }
@@ -675,7 +676,7 @@ pub fn driver_functions(toolkit: &Toolkit) -> Result<BTreeSet<String>> {
 
 /// Where the host compiler's linker finds the library called `name`; None where it does not.
 pub fn host_library(host: &HostCompiler, name: &str) -> Option<PathBuf> {
-    let mut command = Command::new(&host.path);
+    let mut command = compiler_command(&host.path);
     command.args(&host.args).arg(format!("-print-file-name={name}"));
     let ran = process::run(&mut command, ANSWER).ok().filter(|ran| ran.ok)?;
     // What the compiler does not find it prints as it was asked for.
@@ -689,7 +690,7 @@ pub fn probe_link(toolkit: &Toolkit, cudart: &Cudart, host: &HostCompiler, stagi
     let text = "#include <cuda_runtime_api.h>\n#include <string>\nextern \"C\" int probe() { return std::string(cudaGetErrorString(cudaGetLastError())).empty(); }\n";
     fs::write(&source, text).map_err(|e| Error::io("write", &source, e))?;
     let folder = cudart.file().parent().unwrap_or(&toolkit.root);
-    let mut command = Command::new(&host.path);
+    let mut command = compiler_command(&host.path);
     command.args(&host.args).args(["-shared", "-fPIC", "-Wl,--no-undefined", "-o"]).arg(dir.path().join("probe.so"));
     command.arg("-I").arg(&toolkit.include).arg(&source).args(link_flags(cudart, &folder.to_string_lossy()));
     probe(&mut command, dir.path(), "a small library does not compile and link against this toolkit", toolkit, host)

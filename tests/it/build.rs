@@ -108,6 +108,53 @@ fn only_a_changed_content_is_a_miss() {
     assert_eq!(build(&moved)["cache"], "miss");
 }
 
+#[test]
+fn another_byte_in_any_tool_or_header_is_a_miss() {
+    let sandbox = Sandbox::with_small_build();
+    let dry = |toolkit: &Path, tvm_ffi: Option<&Path>| {
+        let flashinfer = sandbox.path("site");
+        if !flashinfer.exists() {
+            copy_dir(&wheels::unpacked("flashinfer-python", RELEASE), &flashinfer);
+        }
+        // A tvm_ffi beside FlashInfer is the one that is taken.
+        let beside = flashinfer.join("tvm_ffi");
+        let _ = fs::remove_dir_all(&beside);
+        if let Some(tvm_ffi) = tvm_ffi {
+            copy_dir(tvm_ffi, &beside);
+        }
+        sandbox.build(&small(&["--dry-run", "--offline", "--flashinfer", text(&flashinfer), "--toolkit", text(toolkit)]))
+    };
+    let wheels = sandbox.home().join("wheels");
+    let fetched = first_match(&wheels, "nvidia/cu13/bin/nvcc").ancestors().nth(2).unwrap().to_owned();
+    let toolkit = sandbox.path("toolkit");
+    copy_dir(&fetched, &toolkit);
+    assert_eq!(dry(&toolkit, None)["cache"], "hit", "where the toolkit lies does not matter");
+    let change = |path: &Path| {
+        let mut bytes = fs::read(path).unwrap();
+        bytes.push(b'\n');
+        fs::write(path, bytes).unwrap();
+    };
+    for file in [
+        "bin/ptxas",
+        "bin/fatbinary",
+        "nvvm/bin/cicc",
+        "nvvm/libdevice/libdevice.10.bc",
+        "include/cuda_runtime.h",
+        "include/cuda_bf16.hpp",
+    ] {
+        let original = fs::read(toolkit.join(file)).unwrap();
+        change(&toolkit.join(file));
+        assert_eq!(dry(&toolkit, None)["cache"], "miss", "{file}");
+        fs::write(toolkit.join(file), original).unwrap();
+        assert_eq!(dry(&toolkit, None)["cache"], "hit", "{file} as it was");
+    }
+
+    let tvm_ffi = sandbox.path("tvm_ffi");
+    copy_dir(first_match(&wheels, "tvm_ffi/include/tvm/ffi/c_api.h").ancestors().nth(4).unwrap(), &tvm_ffi);
+    change(&tvm_ffi.join("include/tvm/ffi/c_api.h"));
+    assert_eq!(dry(&toolkit, Some(&tvm_ffi))["cache"], "miss");
+}
+
 /// The file `tail` in the first folder of `dir` that has it.
 fn first_match(dir: &Path, tail: &str) -> PathBuf {
     let mut found = fs::read_dir(dir).unwrap().flatten().map(|entry| entry.path().join(tail)).filter(|path| path.is_file());
@@ -254,6 +301,10 @@ fn two_folders_give_the_same_bytes() {
             };
         }
         command.env("HOME", &tmp).env("TMPDIR", &tmp).env("LC_ALL", "C.UTF-8").env("TZ", "Asia/Tokyo").env("USER", "other");
+        // A folder that compilers would search unasked, with a header of a common name that nobody can compile.
+        fs::create_dir_all(two.path("poison")).unwrap();
+        fs::write(two.path("poison/cstdint"), "#error CPATH was searched\n").unwrap();
+        command.env("CPATH", two.path("poison")).env("CPLUS_INCLUDE_PATH", two.path("poison"));
         let second = Ran::of(&mut command).exits(0).json();
         assert_eq!((&second["cache"], &first["key"]), (&"miss".into(), &second["key"]));
         assert_eq!(first["sha256"], second["sha256"], "{consumer}");
