@@ -1,6 +1,7 @@
 //! Overlay and artifact into an environment, and out of it again.
 
 mod look;
+pub mod shim;
 mod state;
 
 pub use look::{FileFound, FileIs, Found, PackageFound, look, read};

@@ -1,0 +1,1 @@
+"""`python -m fi_arch_shim`: what this interpreter would do, as one JSON object."""
