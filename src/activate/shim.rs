@@ -4,10 +4,12 @@
 pub const FILES: &[(&str, &str)] = &[
     ("__init__.py", include_str!("shim/__init__.py")),
     ("__main__.py", include_str!("shim/__main__.py")),
+    ("_artifacts.py", include_str!("shim/_artifacts.py")),
     ("_gpu.py", include_str!("shim/_gpu.py")),
     ("_imports.py", include_str!("shim/_imports.py")),
     ("_limits.py", include_str!("shim/_limits.py")),
     ("_overlay.py", include_str!("shim/_overlay.py")),
+    ("_require.py", include_str!("shim/_require.py")),
     ("_specs.py", include_str!("shim/_specs.py")),
 ];
 
