@@ -7,6 +7,8 @@ use crate::error::{Error, Result};
 
 /// The folder of everything that fi-arch keeps (store, fetched wheels, logs).
 pub const FI_ARCH_HOME: &str = "FI_ARCH_HOME";
+/// For tests alone: which step of an installation goes wrong, and how (`step:7:kill`, `step:7:enospc`).
+pub const FI_ARCH_FAULT: &str = "FI_ARCH_FAULT";
 /// Log filter of `tracing`, such as `debug` or `fi_arch::build=trace`.
 pub const FI_ARCH_LOG: &str = "FI_ARCH_LOG";
 /// Caps the memory that compile jobs may plan with, in MiB. A cgroup limit is seen without it.

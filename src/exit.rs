@@ -6,7 +6,8 @@
 pub enum Exit {
     /// What was asked for is so.
     Right = 0,
-    /// `doctor`, `inspect`, `verify`, `scan` or `smoke` looked and found a fault.
+    /// `doctor`, `inspect`, `verify`, `scan` or `smoke` looked and found a fault; `uninstall` left a file that somebody else
+    /// changed.
     Fault = 1,
     /// The command line is wrong.
     Usage = 2,

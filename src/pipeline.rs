@@ -427,12 +427,16 @@ fn tvm_ffi(ground: &Ground, request: &Request, context: &Context, observe: Obser
     Ok(found)
 }
 
-/// Why a tvm-ffi does not fit a FlashInfer, by the range that this FlashInfer asks for.
 fn misfit(flashinfer: &FlashInfer, tvm_ffi: &TvmFfi) -> Option<String> {
-    let asked = &Tables::load().release(&flashinfer.version)?.tvm_ffi;
+    outside_of_range(&flashinfer.version, &tvm_ffi.version)
+}
+
+/// Why a tvm-ffi does not fit a FlashInfer, by the range that this FlashInfer asks for.
+pub fn outside_of_range(flashinfer: &str, tvm_ffi: &str) -> Option<String> {
+    let asked = &Tables::load().release(flashinfer)?.tvm_ffi;
     let range: pep440_rs::VersionSpecifiers = asked.parse().ok()?;
-    let version: pep440_rs::Version = tvm_ffi.version.parse().ok()?;
-    let outside = || format!("apache-tvm-ffi {version} is outside of {range}, which FlashInfer {} asks for", flashinfer.version);
+    let version: pep440_rs::Version = tvm_ffi.parse().ok()?;
+    let outside = || format!("apache-tvm-ffi {version} is outside of {range}, which FlashInfer {flashinfer} asks for");
     (!range.contains(&version)).then(outside)
 }
 

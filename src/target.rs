@@ -132,6 +132,11 @@ fn table() -> &'static [Row] {
     })
 }
 
+/// Every SM that fi-arch knows: 120 for 12.0.
+pub fn known_sms() -> impl Iterator<Item = u32> {
+    table().iter().map(|row| row.sm)
+}
+
 fn known() -> String {
     table().iter().map(|row| format!("{} ({})", row.sm, row.name)).collect::<Vec<_>>().join(", ")
 }

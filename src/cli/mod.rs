@@ -5,10 +5,13 @@ mod cache;
 mod doctor;
 mod explain;
 mod inspect;
+mod install;
 mod output;
 mod progress;
 mod scan;
+mod selection;
 mod tables;
+mod uninstall;
 
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
@@ -37,7 +40,7 @@ struct Cli {
 const EXIT_CODES: &str = "\
 Exit codes:
   0    what was asked for is so
-  1    doctor, inspect, scan, cache verify or tables check found a fault
+  1    doctor, inspect, scan, cache verify or tables check found a fault; uninstall left a file that somebody else changed
   2    the command line is wrong
   3    the machine lacks something: nvcc, headers, disk, network, GPU
   4    a release, target or arch is unknown, unsupported or beyond this nvcc
@@ -49,6 +52,8 @@ Exit codes:
 enum Verb {
     Doctor(doctor::Args),
     Build(build::Args),
+    Install(install::Args),
+    Uninstall(uninstall::Args),
     Inspect(inspect::Args),
     Scan(scan::Args),
     Cache(cache::Args),
@@ -89,6 +94,8 @@ fn dispatch(verb: Verb, output: &Output) -> Result<Exit> {
     match verb {
         Verb::Doctor(args) => doctor::run(args, output),
         Verb::Build(args) => build::run(args, output),
+        Verb::Install(args) => install::run(args, output),
+        Verb::Uninstall(args) => uninstall::run(args, output),
         Verb::Inspect(args) => inspect::run(args, output),
         Verb::Scan(args) => scan::run(args, output),
         Verb::Cache(args) => cache::run(args, output),

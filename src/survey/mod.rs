@@ -12,4 +12,6 @@ pub(crate) mod process;
 pub use archive::Archive;
 pub use environment::{Environment, environment};
 pub use gpus::{Gpu, gpus};
-pub use packages::{FlashInfer, Package, Torch, TvmFfi, cudarts, flashinfer, flashinfer_at, package, torch, tvm_ffi, tvm_ffi_in};
+pub use packages::{
+    FlashInfer, Package, Torch, TvmFfi, cudarts, flashinfer, flashinfer_at, package, record, torch, tvm_ffi, tvm_ffi_in,
+};

@@ -100,6 +100,11 @@ pub fn package(env: &Environment, module: &str, distribution: &str) -> Result<Op
     Ok(Some(Package { package: found.package, version }))
 }
 
+/// The metadata folder of `distribution`, wherever the package itself lies.
+pub fn record(env: &Environment, distribution: &str) -> Result<Option<PathBuf>> {
+    Search::new(env).record(distribution)
+}
+
 /// The tvm-ffi in one folder like a site-packages.
 pub fn tvm_ffi_in(site: &Path) -> Result<Option<TvmFfi>> {
     tvm_ffi(&Environment::of_folder(site))
