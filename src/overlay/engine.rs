@@ -7,7 +7,7 @@ use super::{Edit, File, Installed, Overlay, Work, apply, changes, distance, inst
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::sites::Mismatch;
-use crate::tables::{Engine, EngineForm, EngineGate, EnginePlace};
+use crate::tables::{Engine, EngineForm, EngineGate, EnginePlace, Tables};
 
 /// How to compute an engine's overlay.
 #[derive(Debug, Clone, Copy, Default)]
@@ -85,7 +85,7 @@ pub fn engine(root: &Path, engine: &Engine, version: &str, options: &EngineOptio
         warnings.push(format!(
             "unlisted: {} {version} is not among the known releases ({}); every place was found exactly as in those",
             engine.title,
-            engine.known_releases()
+            known_releases(engine)
         ));
     }
     Ok(Overlay { name: engine.title.clone(), files, edits, warnings, release: version.to_owned(), listed })
@@ -106,6 +106,12 @@ fn read<'e>(root: &Path, engine: &Engine, gates: &[&'e EngineGate]) -> Result<BT
     Ok(bytes)
 }
 
+/// The releases that were read, for people.
+fn known_releases(engine: &Engine) -> String {
+    // FlashInfer's own table lists them.
+    if engine.releases.is_empty() { Tables::load().known_releases() } else { engine.known_releases() }
+}
+
 /// The one form that fits.
 fn the_form<'e>(
     engine: &Engine,
@@ -123,7 +129,7 @@ fn the_form<'e>(
     if let (Some(form), None) = (fitting.next(), fitting.next()) {
         return Ok(form);
     }
-    let mut error = Error::unsupported(format!("{} {version}: nothing in which fi-arch can open `{}`", engine.title, gate.id));
+    let mut error = Error::unsupported(format!("{} {version}: `{}` is nowhere as fi-arch knows it", engine.title, gate.id));
     match there.iter().min_by_key(|(_, misfit)| distance(misfit)) {
         None => {
             let mut files: Vec<&str> = place.forms.iter().map(|form| form.file.as_str()).collect();
@@ -140,11 +146,11 @@ fn the_form<'e>(
             }
         }
     }
-    error = error.because("gates that are open in part are worse than closed ones, so nothing was changed");
+    error = error.because("a part of the edits is worse than none, so nothing was changed");
     if gate.auto_enable {
         error = error.hint("leave --auto-enable out, and give the server the flag");
     }
     Err(error
         .hint(format!("if the file was edited by hand, install that {} again; else use a known release", engine.title))
-        .hint(format!("known: {}", engine.known_releases())))
+        .hint(format!("known: {}", known_releases(engine))))
 }

@@ -18,7 +18,7 @@ use rayon::prelude::*;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::sites::{self, Source, python};
-use crate::tables::{Anchor, Defect, FilePlace, Form, Gate, Module, Place, Tables};
+use crate::tables::{Anchor, Defect, FilePlace, Form, Gate, Module, Place, Tables, policy_edits};
 
 pub use engine::{EngineOptions, engine};
 
@@ -72,8 +72,11 @@ pub struct Edit {
 pub struct Options {
     /// The gate's edit alone, which makes kernels that write nothing. For tests of what refuses them.
     pub gate_only: bool,
-    /// For Python as well as for nvcc: an opened generator asks the package `fi_arch_shim` for the artifact.
+    /// For Python as well as for nvcc: an opened generator asks the package `fi_arch_shim` for the artifact, and the policy is asked
+    /// between one-shot and two-shot.
     pub serve: bool,
+    /// The policy is asked in a FlashInfer that needs nothing else too: an engine's gates are opened over it.
+    pub policy: bool,
 }
 
 /// A change of some bytes of a file.
@@ -161,6 +164,12 @@ pub fn compute(package: &Path, module: &Module, version: &str, options: &Options
     }
     for (header, edits) in added {
         files.push(our_header(package, header, edits)?);
+    }
+    let policy = policy_edits();
+    if policy.module == module.name && (options.policy || options.serve && !files.is_empty()) {
+        let asked = engine(package, policy, version, &EngineOptions::default())?;
+        files.extend(asked.files);
+        edits.extend(asked.edits);
     }
     files.sort_by(|a, b| a.path.cmp(&b.path));
     Ok(Overlay { name: "FlashInfer".to_owned(), files, edits, warnings, release: version.to_owned(), listed })
