@@ -157,8 +157,14 @@ mod tests {
         let view = View::new(vec![("data", first.clone()), ("cuda", second)]);
         let files = [Located { root: "cuda".into(), path: "sub/x.h".into() }];
         let dirs = ["data".to_owned(), "cuda".to_owned()];
-        let overlay =
-            Overlay { files: Vec::new(), edits: Vec::new(), warnings: Vec::new(), release: String::new(), listed: true };
+        let overlay = Overlay {
+            name: String::new(),
+            files: Vec::new(),
+            edits: Vec::new(),
+            warnings: Vec::new(),
+            release: String::new(),
+            listed: true,
+        };
         assert_eq!(shadow(&files, &dirs, &view, &overlay), None);
         fs::write(first.join("sub/x.h"), "").unwrap();
         assert!(shadow(&files, &dirs, &view, &overlay).is_some());

@@ -3,6 +3,7 @@
 //! All the defects of a FlashInfer are cured, or none: a file that is not exactly what the tables describe is refused.
 
 mod diff;
+mod engine;
 mod headers;
 
 use std::collections::BTreeMap;
@@ -17,7 +18,9 @@ use rayon::prelude::*;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::sites::{self, Source, python};
-use crate::tables::{Anchor, Defect, FilePlace, Gate, Module, Place, Tables};
+use crate::tables::{Anchor, Defect, FilePlace, Form, Gate, Module, Place, Tables, policy_edits};
+
+pub use engine::{EngineOptions, engine};
 
 /// The first release with the layout that fi-arch knows.
 const FIRST_VERSION: &str = "0.4.0";
@@ -25,6 +28,8 @@ const FIRST_VERSION: &str = "0.4.0";
 /// What must differ from an installed FlashInfer for one module. Empty where that FlashInfer is right as it is.
 #[derive(Debug, Clone)]
 pub struct Overlay {
+    /// Whose files these are, for people: `FlashInfer`, or an engine.
+    pub name: String,
     /// Sorted by path.
     pub files: Vec<File>,
     pub edits: Vec<Edit>,
@@ -67,8 +72,11 @@ pub struct Edit {
 pub struct Options {
     /// The gate's edit alone, which makes kernels that write nothing. For tests of what refuses them.
     pub gate_only: bool,
-    /// For Python as well as for nvcc: an opened generator asks the package `fi_arch_shim` for the artifact.
+    /// For Python as well as for nvcc: an opened generator asks the package `fi_arch_shim` for the artifact, and the policy is asked
+    /// between one-shot and two-shot.
     pub serve: bool,
+    /// The policy is asked in a FlashInfer that needs nothing else too: an engine's gates are opened over it.
+    pub policy: bool,
 }
 
 /// A change of some bytes of a file.
@@ -157,8 +165,14 @@ pub fn compute(package: &Path, module: &Module, version: &str, options: &Options
     for (header, edits) in added {
         files.push(our_header(package, header, edits)?);
     }
+    let policy = policy_edits();
+    if policy.module == module.name && (options.policy || options.serve && !files.is_empty()) {
+        let asked = engine(package, policy, version, &EngineOptions::default())?;
+        files.extend(asked.files);
+        edits.extend(asked.edits);
+    }
     files.sort_by(|a, b| a.path.cmp(&b.path));
-    Ok(Overlay { files, edits, warnings, release: version.to_owned(), listed })
+    Ok(Overlay { name: "FlashInfer".to_owned(), files, edits, warnings, release: version.to_owned(), listed })
 }
 
 impl Overlay {
@@ -170,7 +184,7 @@ impl Overlay {
     /// What is to be said of an overlay in one line.
     pub fn summary(&self) -> String {
         if self.is_empty() {
-            return format!("FlashInfer {}: nothing to patch", self.release);
+            return format!("{} {}: nothing to patch", self.name, self.release);
         }
         let sites: usize = self.edits.iter().map(|edit| edit.sites).sum();
         let mut ids: Vec<&str> = Vec::new();
@@ -179,7 +193,7 @@ impl Overlay {
                 ids.push(&edit.id);
             }
         }
-        format!("FlashInfer {}: {sites} sites in {} files ({})", self.release, self.files.len(), ids.join(", "))
+        format!("{} {}: {sites} sites in {} files ({})", self.name, self.release, self.files.len(), ids.join(", "))
     }
 
     /// Writes the CUDA files under `dir`, laid out as under `flashinfer/data`: `include/…`, `csrc/…`.
@@ -318,12 +332,10 @@ fn cure<'p>(
     let work = work.entry(&place.file).or_default();
     let mut sites = 0;
     let mut line = usize::MAX;
-    for anchor in &form.edits {
-        for site in file.source.find(anchor) {
-            line = line.min(site.line);
-            sites += 1;
-            work.changes.extend(changes(anchor, &site.bytes, file));
-        }
+    for (anchor, site) in sites_of(form, file) {
+        line = line.min(site.line);
+        sites += 1;
+        work.changes.extend(changes(anchor, &site.bytes, file));
     }
     work.edits.push(defect.id.clone());
     Ok(Some(edit(defect, &place.file, line, sites)))
@@ -349,6 +361,16 @@ fn edit(defect: &Defect, path: &str, line: usize, sites: usize) -> Edit {
         sites,
         reason: format!("{} ({}): {}", defect.cure, defect.upstream, defect.causes),
     }
+}
+
+/// Every site that a form edits, with what is done there.
+fn sites_of<'t>(form: &'t Form, file: &Installed<'_>) -> Vec<(&'t Anchor, sites::Site)> {
+    form.edits.iter().flat_map(|anchor| file.source.find(anchor).into_iter().map(move |site| (anchor, site))).collect()
+}
+
+/// How far a file is from a form.
+fn distance(misfit: &[sites::Mismatch]) -> usize {
+    misfit.iter().map(|mismatch| mismatch.expected.abs_diff(mismatch.found)).sum()
 }
 
 /// What an edit does to one of its sites.
@@ -382,7 +404,6 @@ fn indentation(source: &[u8], byte: usize) -> String {
 fn no_form(defect: &Defect, place: &FilePlace, version: &str, misfits: &[Vec<sites::Mismatch>]) -> Error {
     let what = format!("FlashInfer {version}: {} is no file in which fi-arch can cure `{}`", place.file, defect.id);
     let mut error = Error::unsupported(what);
-    let distance = |misfit: &Vec<sites::Mismatch>| misfit.iter().map(|m| m.expected.abs_diff(m.found)).sum::<usize>();
     let nearest = place.forms.iter().zip(misfits).min_by_key(|(_, misfit)| distance(misfit));
     match nearest {
         Some((form, misfit)) if !misfit.is_empty() => {

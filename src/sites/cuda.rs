@@ -190,7 +190,16 @@ mod tests {
     use super::*;
 
     fn anchor(find: &str) -> Anchor {
-        Anchor { find: find.to_owned(), count: 1, within: None, outside: None, replace: None, before: None, after: None }
+        Anchor {
+            find: find.to_owned(),
+            count: 1,
+            within: None,
+            outside: None,
+            any_order: false,
+            replace: None,
+            before: None,
+            after: None,
+        }
     }
 
     fn lines(source: &str, anchor: &Anchor) -> Vec<usize> {

@@ -40,14 +40,43 @@ impl<'s> Source<'s> {
         let regions: Option<Vec<Range<usize>>> = anchor.within.as_ref().map(named);
         let inside = |name: &str, at: usize| self.functions.iter().any(|(known, bytes)| known == name && bytes.contains(&at));
         let mut sites = Vec::new();
-        self.search(self.tree.root_node(), &wanted, regions.as_deref(), &mut |bytes| {
+        let mut found = |bytes: Range<usize>| {
             let in_place = anchor.within.as_ref().is_none_or(|name| inside(name, bytes.start))
                 && anchor.outside.as_ref().is_none_or(|name| !inside(name, bytes.start));
             if in_place {
                 sites.push(Site { line: line_of(self.text, bytes.start), bytes });
             }
-        });
+        };
+        match anchor.any_order {
+            true => {
+                let chain = chain_in(pattern.root_node(), anchor.find.as_bytes());
+                let chain = chain.expect("an anchor in any order is one chain; the tables' own test looks at it");
+                self.search_chain(self.tree.root_node(), &chain, regions.as_deref(), &mut found);
+            }
+            false => self.search(self.tree.root_node(), &wanted, regions.as_deref(), &mut found),
+        }
         sites
+    }
+
+    /// Hands over the chains of `and` or of `or` that have exactly the operands of `wanted`, in any order.
+    fn search_chain(
+        &self,
+        node: Node<'_>,
+        wanted: &Chain<'_>,
+        regions: Option<&[Range<usize>]>,
+        found: &mut impl FnMut(Range<usize>),
+    ) {
+        let touches = |region: &Range<usize>| region.start < node.end_byte() && node.start_byte() < region.end;
+        if regions.is_some_and(|regions| !regions.iter().any(touches)) {
+            return;
+        }
+        if node.kind() == BOOLEAN && chain(node, self.text).as_ref() == Some(wanted) {
+            return found(node.byte_range());
+        }
+        let mut cursor = node.walk();
+        for child in node.named_children(&mut cursor) {
+            self.search_chain(child, wanted, regions, found);
+        }
     }
 
     /// Hands over the outermost nodes that consist of the tokens `wanted`, of those that touch one of `regions` (all without).
@@ -71,6 +100,52 @@ impl<'s> Source<'s> {
             self.search(child, wanted, regions, found);
         }
     }
+}
+
+/// How the grammar calls `a and b` and `a or b`.
+const BOOLEAN: &str = "boolean_operator";
+
+/// `a or b or c`: the operator, and the tokens of each operand, sorted.
+type Chain<'s> = (&'s [u8], Vec<Vec<&'s [u8]>>);
+
+/// The chain that a boolean node is.
+fn chain<'s>(node: Node<'_>, source: &'s [u8]) -> Option<Chain<'s>> {
+    let operator = text(node.child_by_field_name("operator")?, source);
+    let mut operands = Vec::new();
+    let mut left = node;
+    // `a or b or c` is `(a or b) or c` in the tree.
+    while left.kind() == BOOLEAN && text(left.child_by_field_name("operator")?, source) == operator {
+        operands.push(tokens_of(left.child_by_field_name("right")?, source));
+        left = left.child_by_field_name("left")?;
+    }
+    operands.push(tokens_of(left, source));
+    operands.sort();
+    Some((operator, operands))
+}
+
+/// The first chain below a node.
+fn chain_in<'s>(node: Node<'_>, source: &'s [u8]) -> Option<Chain<'s>> {
+    match node.kind() {
+        BOOLEAN => chain(node, source),
+        _ => chain_in(node.named_child(0)?, source),
+    }
+}
+
+/// Whether the text is one chain of `and` or of `or`.
+pub fn is_chain(text: &str) -> bool {
+    let tree = tree_of(text.as_bytes());
+    let root = tree.root_node();
+    let statement = root.named_child(0).filter(|_| root.named_child_count() == 1);
+    statement.and_then(|statement| statement.named_child(0)).is_some_and(|node| node.kind() == BOOLEAN)
+}
+
+fn tokens_of<'s>(node: Node<'_>, source: &'s [u8]) -> Vec<&'s [u8]> {
+    let mut all = Vec::new();
+    tokens(node, &mut |token| {
+        all.push(&source[token]);
+        true
+    });
+    all
 }
 
 fn name_functions(node: Node<'_>, source: &[u8], scope: &str, functions: &mut Vec<(String, Range<usize>)>) {
@@ -344,6 +419,7 @@ mod tests {
             count: 1,
             within: within.map(str::to_owned),
             outside: None,
+            any_order: false,
             replace: None,
             before: None,
             after: None,
@@ -389,6 +465,31 @@ def f():
         assert_eq!(lines(source, "m == 0", Some("B.f")), [9]);
         assert_eq!(lines(source, "m == 0", Some("B.f.g")), [9]);
         assert_eq!(lines(source, "m == 0", Some("f")), [11]);
+    }
+
+    #[test]
+    fn a_chain_in_any_order_is_found_however_it_is_written_and_only_whole() {
+        let lines = |source: &str| {
+            let anchor = Anchor {
+                find: "a or f()".to_owned(),
+                count: 1,
+                within: None,
+                outside: None,
+                any_order: true,
+                replace: None,
+                before: None,
+                after: None,
+            };
+            Source::new(source.as_bytes()).find(&anchor).iter().map(|site| site.line).collect::<Vec<_>>()
+        };
+        assert_eq!(lines("x = (\n  f()  # first\n  or a\n) and b\nif not (a or f()): pass\n"), [2, 5]);
+        // The front of a longer chain is a chain of its own; its tail is not, nor is a chain of another operator.
+        assert_eq!(lines("x = f() or a or b\n"), [1]);
+        for other in ["b or a or f()", "a and f()", "a or f() and b", "a or a", "a or f(1)", "a or (f())", "a or not f()"] {
+            assert_eq!(lines(&format!("x = {other}\n")), [0; 0], "{other}");
+        }
+        assert!(is_chain("a or f()") && is_chain("a and b and c"));
+        assert!(!is_chain("a") && !is_chain("(a or b)") && !is_chain("a or b\nc or d") && !is_chain("x = a or b"));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! What is known of FlashInfer: `arch-tables/flashinfer/` read into types. Data, not code.
 
 mod dispatching;
+mod engines;
 mod releases;
 mod toolkits;
 mod torch;
@@ -19,6 +20,9 @@ use crate::error::{Error, Result};
 use crate::target::CudaVersion;
 
 pub use dispatching::chooses_its_kernels;
+pub use engines::{
+    Advice, Engine, EngineForm, EngineGate, EnginePlace, Helper, Note, NoteKind, engine, engines, notes, policy_edits,
+};
 pub use toolkits::{knows_cuda, min_driver};
 pub use torch::cuda_of_torch;
 
@@ -182,6 +186,9 @@ pub struct Anchor {
     pub within: Option<String>,
     /// Counts only outside the body of this function.
     pub outside: Option<String>,
+    /// Python, and `find` is one chain of `and` or of `or`: its operands may stand in any order.
+    #[serde(default)]
+    pub any_order: bool,
     /// What an edit writes in place of what was found, or before and after it; `$` stands for the found text.
     pub replace: Option<String>,
     pub before: Option<String>,
