@@ -16,12 +16,12 @@ use crate::build::provision;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::memo::Memo;
-use crate::overlay::{self, File, Overlay};
+use crate::overlay::{self, EngineOptions, File, Overlay};
 use crate::pipeline::{self, Context, Event, Observer};
 use crate::policy::Policy;
 use crate::store::{self, Bundle};
 use crate::survey::{self, Environment, FlashInfer};
-use crate::tables::{Module, Tables};
+use crate::tables::{self, Engine, Module, Tables};
 use crate::target;
 
 /// What a user asks of `install` and `run` alike.
@@ -52,16 +52,25 @@ pub struct Plan {
     pub package: Package,
     /// FlashInfer first.
     pub served: Vec<Served>,
+    pub engines: Vec<Asked>,
     /// The folder that holds each package, in the same order.
     roots: Vec<PathBuf>,
+}
+
+/// An engine that was named, as it is installed.
+#[derive(Debug, Clone)]
+pub struct Asked {
+    pub engine: &'static Engine,
+    pub version: String,
 }
 
 /// What came of planning.
 #[derive(Debug)]
 pub enum Planned {
-    /// This FlashInfer is right as it is, and nothing else was asked for.
+    /// This FlashInfer is right as it is, and no engine that was named has a gate to open.
     NothingToDo {
         flashinfer: FlashInfer,
+        engines: Vec<Asked>,
     },
     Plan(Box<Plan>),
 }
@@ -100,22 +109,27 @@ pub fn plan(selection: &Selection, mode: Mode, observe: Observer) -> Result<Plan
 
     let view = originals::flashinfer(&environment, &flashinfer)?;
     let package = view.as_ref().map_or(flashinfer.package.clone(), originals::View::package);
-    let options = overlay::Options { serve: true, ..Default::default() };
+    let (asked, engines) = engines(selection, &environment, observe)?;
+    let options = overlay::Options { serve: true, policy: !engines.is_empty(), ..Default::default() };
     let overlay = overlay::compute(&package, module, &flashinfer.version, &options)?;
     overlay.warnings.iter().for_each(|warning| observe(Event::Warning(warning.clone())));
-
-    let engines = engines(selection, &environment)?;
     if overlay.is_empty() && engines.is_empty() {
-        return Ok(Planned::NothingToDo { flashinfer });
+        return Ok(Planned::NothingToDo { flashinfer, engines: asked });
     }
-    let artifacts = match (overlay.is_empty(), selection.from.as_slice()) {
-        // FlashInfer compiles it itself, and right.
-        (true, _) => Vec::new(),
-        (false, []) => from_store(selection, &environment, view.as_ref(), observe)?,
-        (false, files) => from_bundles(files, selection, module, &overlay, &package, &environment, &memo)?,
+    // What only asks the policy repairs nothing: such a FlashInfer compiles the module itself, and right.
+    let repaired = overlay.edits.iter().any(|edit| module.defects.contains(&edit.id));
+    let artifacts = match (repaired, selection.from.as_slice()) {
+        (false, []) => Vec::new(),
+        (false, [bundle, ..]) => {
+            return Err(Error::usage(format!("{} is of no use here", bundle.display()))
+                .because(format!("FlashInfer {} is right as it is, and compiles {} itself", flashinfer.version, module.name))
+                .hint("leave --from out"));
+        }
+        (true, []) => from_store(selection, &environment, view.as_ref(), observe)?,
+        (true, files) => from_bundles(files, selection, module, &overlay, &package, &environment, &memo)?,
     };
 
-    let watched = if overlay.is_empty() { watched(&package, module)? } else { Vec::new() };
+    let watched = if repaired { Vec::new() } else { watched(&package, module)? };
     let mut served =
         vec![Served { name: "flashinfer".to_owned(), distribution: "flashinfer-python".to_owned(), overlay, watched }];
     let mut roots = vec![holder(&flashinfer.package)];
@@ -124,20 +138,34 @@ pub fn plan(selection: &Selection, mode: Mode, observe: Observer) -> Result<Plan
         roots.push(root);
     }
     let package = Package::new(mode, selection.on_miss, selection.policy.clone(), &served, &artifacts)?;
-    Ok(Planned::Plan(Box::new(Plan { environment, flashinfer, package, served, roots })))
+    Ok(Planned::Plan(Box::new(Plan { environment, flashinfer, package, served, engines: asked, roots })))
 }
 
 fn holder(package: &Path) -> PathBuf {
     package.parent().unwrap_or(Path::new("/")).to_owned()
 }
 
-/// The overlays of the engines that were asked for, each with the folder that holds its package.
-fn engines(selection: &Selection, _environment: &Environment) -> Result<Vec<(Served, PathBuf)>> {
-    match selection.engines.first() {
-        None => Ok(Vec::new()),
-        Some(name) => Err(Error::unsupported(format!("fi-arch cannot open the gates of `{name}` yet"))
-            .hint("leave --engine out: FlashInfer alone is activated")),
+/// The engines that were named, and the overlays of those that have gates, each with the folder that holds its package.
+fn engines(selection: &Selection, environment: &Environment, observe: Observer) -> Result<(Vec<Asked>, Vec<(Served, PathBuf)>)> {
+    let (mut asked, mut opened) = (Vec::new(), Vec::new());
+    for name in &selection.engines {
+        let engine = tables::engine(name)?;
+        let installed = survey::package(environment, &engine.name, &engine.distribution)?.ok_or_else(|| {
+            Error::machine(format!("no {} is installed in {}", engine.title, environment.prefix.display()))
+                .hint(format!("leave `--engine {name}` out, or name its environment with --env DIR"))
+        })?;
+        asked.push(Asked { engine, version: installed.version.clone() });
+        let view = originals::package(environment, &installed.package)?;
+        let package = view.as_ref().map_or(installed.package.clone(), originals::View::package);
+        let options = EngineOptions { auto_enable: selection.auto_enable };
+        let overlay = overlay::engine(&package, engine, &installed.version, &options)?;
+        overlay.warnings.iter().for_each(|warning| observe(Event::Warning(warning.clone())));
+        if !overlay.is_empty() {
+            let (name, distribution) = (engine.name.clone(), engine.distribution.clone());
+            opened.push((Served { name, distribution, overlay, watched: Vec::new() }, holder(&installed.package)));
+        }
     }
+    Ok((asked, opened))
 }
 
 /// The file with the gate of a FlashInfer that needs no edit: an engine's gate may be open only as long as that is so.

@@ -13,7 +13,7 @@ mod state;
 mod steps;
 mod uninstall;
 
-pub use install::{Installed, Plan, Planned, Selection, environment, install, plan, word};
+pub use install::{Asked, Installed, Plan, Planned, Selection, environment, install, plan, word};
 pub use journal::{FOLDER, InPlace, Original, Recovered, Site, peek};
 pub use look::{FileFound, FileIs, Found, PackageFound, look, read};
 pub use package::{Artifact, Package, Served};

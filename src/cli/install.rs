@@ -7,11 +7,12 @@ use serde_json::{Value, json};
 use super::output::Output;
 use super::progress::Progress;
 use super::selection::Flags;
-use crate::activate::{self, Installed, Mode, Plan, Planned, State};
+use crate::activate::{self, Asked, Installed, Mode, Plan, Planned, State};
 use crate::cancel;
 use crate::error::Result;
 use crate::exit::Exit;
 use crate::policy::Policy;
+use crate::tables;
 
 /// Put a proven module and the repaired FlashInfer into a Python environment, exactly reversibly
 ///
@@ -36,14 +37,21 @@ pub fn run(args: Args, output: &Output) -> Result<Exit> {
     let planned = activate::plan(&selection, mode, &mut |event| progress.event(event));
     progress.finish();
     match planned? {
-        Planned::NothingToDo { flashinfer } => {
+        Planned::NothingToDo { flashinfer, engines } => {
+            let engines_json = engines_json(&engines, &flashinfer.version);
             output.result(
-                || json!({ "verdict": "nothing-to-do", "flashinfer": flashinfer.version, "files": [], "edits": [] }),
+                || json!({ "verdict": "nothing-to-do", "flashinfer": flashinfer.version, "files": [], "edits": [], "engines": engines_json }),
                 || {
-                    format!(
-                        "nothing to do: {} of FlashInfer {} is right as it is, and no engine was named\n",
-                        selection.module, flashinfer.version
-                    )
+                    let mut text =
+                        format!("nothing to do: {} of FlashInfer {} is right as it is", selection.module, flashinfer.version);
+                    let named: Vec<&str> = engines.iter().map(|asked| asked.engine.title.as_str()).collect();
+                    text.push_str(&match named.is_empty() {
+                        true => ", and no engine was named\n".to_owned(),
+                        false => format!(", and {} has no gate to open\n", named.join(" and ")),
+                    });
+                    let mut line = |name: &str, what: &str| writeln!(text, "  {name:<9} {what}").expect("a string takes all");
+                    engine_lines(&engines, &flashinfer.version, &mut line);
+                    text
                 },
             );
         }
@@ -81,6 +89,7 @@ fn to_json(plan: &Plan, installed: &Installed) -> Value {
         "targets": state.artifacts.iter().map(|artifact| &artifact.target).collect::<Vec<_>>(),
         "policy": state.policy,
         "digest": plan.package.digest(),
+        "engines": engines_json(&plan.engines, &plan.flashinfer.version),
     })
 }
 
@@ -100,8 +109,43 @@ fn text(plan: &Plan, installed: &Installed) -> String {
     line("mode", &mode);
     line("edits", &edits(state).join(", "));
     state_lines(state, &mut line);
+    engine_lines(&plan.engines, &plan.flashinfer.version, &mut line);
     line("next", "`fi-arch status` shows it, `fi-arch uninstall` takes it back");
     text
+}
+
+/// What each engine's user must give, and should know.
+fn engines_json(engines: &[Asked], flashinfer: &str) -> Vec<Value> {
+    let one = |asked: &Asked| {
+        let advice = asked.engine.advice(&asked.version);
+        let notes = tables::notes(asked.engine, &asked.version, flashinfer, None);
+        json!({
+            "name": asked.engine.name,
+            "version": asked.version,
+            "flags": advice.map(|advice| &advice.flags),
+            "env": advice.map(|advice| &advice.env),
+            "advice": advice.map(|advice| &advice.text),
+            "notes": notes.iter().map(|note| json!({ "id": note.id, "kind": note.kind.name(), "text": note.text })).collect::<Vec<_>>(),
+        })
+    };
+    engines.iter().map(one).collect()
+}
+
+/// The same for people.
+fn engine_lines(engines: &[Asked], flashinfer: &str, line: &mut impl FnMut(&str, &str)) {
+    for asked in engines {
+        line("engine", &format!("{} {}", asked.engine.title, asked.version));
+        if let Some(advice) = asked.engine.advice(&asked.version) {
+            let words: Vec<&str> = advice.env.iter().chain(&advice.flags).map(String::as_str).collect();
+            if !words.is_empty() {
+                line("start it", &format!("with {}", words.join(" ")));
+            }
+            line("", &advice.text);
+        }
+        for note in tables::notes(asked.engine, &asked.version, flashinfer, None) {
+            line(note.kind.name(), &note.text);
+        }
+    }
 }
 
 /// The ids of all edits, each once.
