@@ -143,9 +143,11 @@ impl Ranks {
         if let (Some(max), Some(workspace)) = (self.max_tokens, workspace_tokens)
             && max > workspace
         {
-            return Err(Error::usage(format!("`max_tokens = {max}` for {count} ranks is above `workspace_tokens = {workspace}`"))
-                .because("a call with more tokens than its workspace has room for writes outside of it")
-                .hint(format!("raise workspace_tokens to {max}, or lower max_tokens to {workspace}")));
+            return Err(Error::usage(format!(
+                "`max_tokens = {max}` for {count} ranks is above `workspace_tokens = {workspace}`"
+            ))
+            .because("a call with more tokens than its workspace has room for writes outside of it")
+            .hint(format!("raise workspace_tokens to {max}, or lower max_tokens to {workspace}")));
         }
         if let (Some(oneshot), Some(max)) = (self.oneshot_tokens, self.max_tokens)
             && oneshot > max

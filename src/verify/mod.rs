@@ -13,6 +13,7 @@
 //! Every finding has a stable code; docs/problems.md lists them all.
 
 mod arch_list;
+pub mod command_line;
 mod gates;
 mod gpus;
 mod packages;
