@@ -130,6 +130,11 @@ impl Vars {
             .is_some_and(|value| !matches!(value.trim().to_ascii_lowercase().as_str(), "" | "0" | "false" | "no" | "off"))
     }
 
+    /// Whether one of our own switches is on: set to anything but nothing and `0`, as the shim reads it.
+    pub fn is_switched(&self, name: &str) -> bool {
+        self.text(name).is_some_and(|value| value != "0")
+    }
+
     pub fn set(&mut self, name: &str, value: impl Into<OsString>) {
         self.changed.insert(name.to_owned(), Some(value.into()));
     }

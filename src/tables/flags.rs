@@ -62,7 +62,10 @@ pub enum Means {
     Stages,
     Nodes,
     DataParallel,
+    /// Attention in as many groups as there are of data parallelism; nothing where that is one.
     DpAttention,
+    /// The number of such groups.
+    AttentionGroups,
     /// GPUs of expert parallelism.
     Experts,
     /// Experts are spread over all ranks.

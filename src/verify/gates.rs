@@ -18,6 +18,17 @@ pub enum Owner {
     Nobody,
 }
 
+impl Owner {
+    /// As JSON has it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::FiArch => "fi-arch",
+            Self::OnPurpose => "on purpose, not touched",
+            Self::Nobody => "open",
+        }
+    }
+}
+
 /// The gate of one generator.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GateReport {

@@ -12,18 +12,24 @@
 //!
 //! Every finding has a stable code; docs/problems.md lists them all.
 
+pub mod activation;
 mod arch_list;
 pub mod command_line;
 mod gates;
 mod gpus;
+pub mod launch;
 mod packages;
 mod prebuilt;
+pub mod proof;
+mod state_digest;
 mod toolchain;
+mod variables;
 mod what_if;
 
 use std::path::{Path, PathBuf};
 
 use crate::build::toolchain::{HostCompiler, Rejected, Toolkit};
+use crate::env::Vars;
 use crate::error::{Error, Result};
 use crate::memo::Memo;
 use crate::overlay::Edit;
@@ -113,6 +119,8 @@ impl Findings {
 /// Everything that was found.
 #[derive(Debug, Default)]
 pub struct Report {
+    /// The variables that the process in question will have.
+    pub vars: Vars,
     pub targets: Vec<target::Request>,
     pub environment: Option<Environment>,
     pub flashinfer: Option<FlashInfer>,
