@@ -62,6 +62,21 @@ pub fn look(report: &mut Report, module: &Module, memo: &Memo) {
     }
 }
 
+/// Says of compiled modules that they are not loaded, since the artifact of an activation is.
+pub fn passed_over(report: &mut Report, module: &Module) {
+    let Some(flashinfer) = report.flashinfer.clone() else { return };
+    let (files, _) = candidates(report, &flashinfer.package, module);
+    let cached = cached(report, &flashinfer.version, module);
+    for path in files.into_iter().map(|(path, _)| path).filter(|path| path.is_file()).chain(cached) {
+        let message = "this compiled module is not loaded while the activation is in force: its artifact lies elsewhere, and is asked for first";
+        report.findings.note(
+            Finding::new("prebuilt-passed-over", message)
+                .hint("nothing; after `fi-arch uninstall` FlashInfer looks at it again")
+                .at(path),
+        );
+    }
+}
+
 /// The files that FlashInfer looks for before it compiles, in its order, and whether it knows providers.
 fn candidates(report: &mut Report, package: &Path, module: &Module) -> (Vec<(PathBuf, &'static str)>, bool) {
     let so = module_so(module);

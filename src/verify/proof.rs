@@ -127,7 +127,10 @@ pub fn prove(request: &Request, memo: &Memo) -> Result<Proof> {
     arch_list::look(&mut report);
     prebuilt::locks(&mut report);
     match &activation {
-        Some(_) if loads_ours => {}
+        Some(_) if loads_ours => {
+            gates::remaining(&mut report);
+            prebuilt::passed_over(&mut report, module);
+        }
         Some(activation) if activation.brings_artifact() || activation.state().is_none() => {}
         _ => flashinfer_itself(&mut report, module, &start, memo),
     }
@@ -256,7 +259,7 @@ fn installed_engines(report: &Report) -> Vec<(String, Package)> {
 /// FlashInfer as it is by itself: where nothing is activated, or nothing of ours stands in its place.
 fn flashinfer_itself(report: &mut Report, module: &Module, start: &Start, memo: &Memo) {
     let before = report.findings.problems.len();
-    gates::look(report, module);
+    gates::look(report, module, None);
     let is_closed = report.findings.problems[before..].iter().any(|problem| problem.code == "gate-closed");
     if is_closed && start.through_run {
         report.findings.problems.retain(|problem| problem.code != "gate-closed" && !problem.code.starts_with("defect-"));
