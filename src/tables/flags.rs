@@ -101,9 +101,7 @@ pub struct Variable {
 pub struct Fusion {
     #[serde(deserialize_with = "range")]
     pub versions: VersionSpecifiers,
-    /// What to write on the command line.
-    pub advise: String,
-    /// What is without it.
+    /// What is without a flag.
     pub default: String,
     /// What becomes of it on SM 12.x behind a closed gate.
     pub closed: String,
@@ -187,7 +185,7 @@ mod tests {
     #[test]
     fn a_source_tree_without_a_version_counts_as_the_newest() {
         let sglang = launchers().iter().find(|launcher| launcher.name == "sglang").unwrap();
-        assert!(sglang.fusion_of("unknown").unwrap().advise.contains("backend"));
-        assert!(sglang.fusion_of("0.5.9rc1+git1234").unwrap().advise.starts_with("--enable"));
+        assert!(sglang.fusion_of("unknown").unwrap().closed.contains("at start-up"));
+        assert!(sglang.fusion_of("0.5.9rc1+git1234").unwrap().closed.contains("silently"));
     }
 }

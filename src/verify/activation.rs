@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use super::command_line::PythonFlags;
 use super::{Finding, Report, names};
 use crate::activate::{
-    self, ARTIFACT_DIR, ArtifactState, FILE, FileIs, Found, Mode, OVERLAY_DIR, OnMiss, PACKAGE, PackageFound, PackageState,
-    State, shim,
+    self, ARTIFACT_DIR, ArtifactState, FILE, FileIs, FileState, Found, Mode, OVERLAY_DIR, OnMiss, PACKAGE, PackageFound,
+    PackageState, State, shim,
 };
 use crate::build::consumer::Consumer;
 use crate::cubin::{self, Kind, Linkage};
@@ -21,6 +21,8 @@ use crate::store::{self, Manifest};
 
 /// Where FlashInfer's package stands in a state.
 const FLASHINFER: &str = "flashinfer";
+/// The id of the edit that opens a generator's gate, and has it ask for the artifact.
+const GATE: &str = "gate";
 
 /// What was found of an activation.
 #[derive(Debug)]
@@ -72,10 +74,11 @@ impl Activation {
         (file.pre != Some(file.post)).then(|| self.found.package().join(OVERLAY_DIR).join(path))
     }
 
-    /// FlashInfer loads its module from our artifact. One that is right as it is has no file that we change.
+    /// FlashInfer loads its module from our artifact. One that is right as it is has no gate that we open.
     pub fn brings_artifact(&self) -> bool {
-        let edited = |package: &PackageState| package.name == FLASHINFER && package.files.iter().any(|f| f.pre != Some(f.post));
-        self.state().is_some_and(|state| state.packages.iter().any(edited))
+        let gate = |file: &FileState| file.edits.iter().any(|edit| edit == GATE);
+        let opened = |package: &PackageState| package.name == FLASHINFER && package.files.iter().any(gate);
+        self.state().is_some_and(|state| state.packages.iter().any(opened))
     }
 
     /// The artifact that a GPU gets: of those that fit, the one made for the fewest.

@@ -7,7 +7,7 @@ use super::command_line::{CommandLine, Flags};
 use super::{Finding, Report, variables};
 use crate::activate::State;
 use crate::survey::{self, Package};
-use crate::tables::{Fusion, Launcher, Means};
+use crate::tables::{self, Fusion, Launcher, Means};
 
 /// An engine that a command line starts.
 #[derive(Debug)]
@@ -81,6 +81,20 @@ pub fn look(report: &mut Report, launch: &Launch, activation: Option<&Activation
     engine_variables(report, launch);
 }
 
+/// What to give the engine, ready to be put on a command line, and why.
+fn advised(launch: &Launch) -> String {
+    let engine = tables::engine(&launch.launcher.name).ok();
+    let Some(advice) = engine.and_then(|engine| engine.advice(&launch.package.version)) else {
+        return format!("what {}'s own manual says of this version", launch.launcher.name);
+    };
+    let quoted = |word: &String| match word.split_once('=') {
+        Some((flag, value)) if value.contains(' ') => format!("{flag}='{value}'"),
+        _ => word.clone(),
+    };
+    let words: Vec<String> = advice.env.iter().chain(&advice.flags).map(quoted).collect();
+    if words.is_empty() { advice.text.clone() } else { format!("`{}` ({})", words.join(" "), advice.text) }
+}
+
 /// A flag's finding: what was written, and what follows.
 fn flagged(launch: &Launch, code: &str, means: Means, effect: &str, hint: &str) -> Option<Finding> {
     let spelled = launch.flags.spelled(means)?;
@@ -91,7 +105,7 @@ fn flagged(launch: &Launch, code: &str, means: Means, effect: &str, hint: &str) 
 fn switched_on(report: &mut Report, launch: &Launch, row: &Fusion, state: Option<&State>) {
     let name = format!("{} {}", launch.launcher.name, launch.package.version);
     let flags = &launch.flags;
-    let advise = format!("add `{}`", row.advise);
+    let advise = format!("add {}", advised(launch));
     if let Some(off) = flagged(launch, "fusion-off", Means::FusionOff, "the fused path is forbidden", "leave it out") {
         report.findings.problem(off);
     }
@@ -104,7 +118,7 @@ fn switched_on(report: &mut Report, launch: &Launch, row: &Fusion, state: Option
     {
         let right = backend.right.join("` or `");
         let message = format!("`{} {value}`: SM 12.x has the `{right}` kernels alone", backend.spelled[0]);
-        report.findings.problem(Finding::new("fusion-backend", message).hint(format!("write `{}`", row.advise)));
+        report.findings.problem(Finding::new("fusion-backend", message).hint(format!("write {}", advised(launch))));
     }
     if flags.has(Means::Fusion) || flags.has(Means::Backend) {
         return;
@@ -253,7 +267,7 @@ fn shapes(report: &mut Report, launch: &Launch) {
         number(Means::Stages) > 1,
         "pipeline-parallel",
         Means::Stages,
-        "the fused path takes all processes for ranks of one all-reduce, and with several stages they are not: it hangs, or is left aside",
+        "the fused path is left aside, or takes the processes of all stages for ranks of one all-reduce",
         "use one stage, or leave the fused path off",
     );
     say(
@@ -290,7 +304,7 @@ fn shapes(report: &mut Report, launch: &Launch) {
         experts > 1 && experts < ranks,
         "hybrid-ep",
         Means::Experts,
-        "experts that are spread over a part of the ranks give garbage with the fused path, on every GPU",
+        "experts that are spread over a part of the ranks: the fused path sums over too few of them, on every GPU, or is left aside",
         "make it as many as the ranks, or 1",
     );
     say(

@@ -14,9 +14,10 @@ use crate::digest::Digest;
 use crate::env;
 use crate::error::{Error, Result};
 use crate::memo::Memo;
+use crate::overlay::{self, EngineOptions};
 use crate::sites::{self, python};
 use crate::survey::{self, Environment, Package};
-use crate::tables::{self, Module, Tables};
+use crate::tables::{self, Engine, Module, NoteKind, Tables};
 use crate::target;
 
 /// What to prove.
@@ -114,7 +115,7 @@ pub fn prove(request: &Request, memo: &Memo) -> Result<Proof> {
     })?;
     only_visible(&mut report);
     targets(&mut report, &target_request(request))?;
-    variables::look(&mut report);
+    variables::look(&mut report, &engines);
     if let Some(line) = &command {
         shadowed(&mut report, line);
         launch = launch::read(&mut report, line);
@@ -137,8 +138,8 @@ pub fn prove(request: &Request, memo: &Memo) -> Result<Proof> {
     if loads_ours || start.through_run {
         demote(&mut report, before);
     }
-    let gates = effective_gates(&report, module, activation.as_ref());
-    engine_gates(&mut report, &engines, launch.as_ref(), activation.as_ref());
+    let mut gates = effective_gates(&report, module, activation.as_ref());
+    gates.extend(engine_gates(&mut report, &engines, launch.as_ref(), activation.as_ref()));
     if let Some(launch) = &launch {
         launch::look(&mut report, launch, activation.as_ref());
     }
@@ -376,26 +377,75 @@ fn edited_gates(activation: &Activation, sms: &[u32]) -> Vec<EffectiveGate> {
     gates
 }
 
-/// Engines whose own gate is closed: a problem for who starts them, else worth knowing.
-fn engine_gates(report: &mut Report, engines: &[(String, Package)], launch: Option<&Launch>, activation: Option<&Activation>) {
-    if !report.sms().iter().any(|sm| sm / 10 == 12) {
-        return;
+/// Engines whose own gates are closed: a problem for who starts them, else worth knowing. Returns those gates.
+fn engine_gates(
+    report: &mut Report,
+    engines: &[(String, Package)],
+    launch: Option<&Launch>,
+    activation: Option<&Activation>,
+) -> Vec<EffectiveGate> {
+    let sms = report.sms();
+    let mut gates = Vec::new();
+    if !sms.iter().any(|sm| sm / 10 == 12) {
+        return gates;
     }
     for (name, package) in engines {
+        let is_started = launch.is_some_and(|launch| launch.launcher.name == *name);
         let activated = activation.is_some_and(|activation| activation.package(name).is_some());
-        let Some(row) =
-            tables::launchers().iter().find(|launcher| launcher.name == *name).and_then(|l| l.fusion_of(&package.version))
-        else {
-            continue;
-        };
-        // An engine that is told on its command line how far to go has no gate of its own.
-        if activated || row.switch.is_some() {
+        let Ok(engine) = tables::engine(name) else { continue };
+        if is_started || activated {
+            notes(report, engine, package);
+        }
+        if activated {
             continue;
         }
-        let message = format!("{name} {} keeps SM 12.x out by itself: {}", package.version, row.closed);
+        let overlay = match overlay::engine(&package.package, engine, &package.version, &EngineOptions::default()) {
+            Ok(overlay) => overlay,
+            Err(error) => {
+                let finding = Finding::of("engine-gate-unknown", &error).at(&package.package);
+                report.findings.add(is_started, finding);
+                continue;
+            }
+        };
+        // An engine that is told on its command line how far to go has no gate of its own.
+        let Some(first) = overlay.edits.first() else { continue };
+        let closed: Vec<(u32, bool)> = sms.iter().map(|sm| (*sm, sm / 10 != 12)).collect();
+        let place = |edit: &overlay::Edit| package.package.parent().unwrap_or(&package.package).join(&edit.path);
+        let launcher = tables::launchers().iter().find(|launcher| launcher.name == *name);
+        let closed_means =
+            launcher.and_then(|launcher| launcher.fusion_of(&package.version)).map_or("", |row| row.closed.as_str());
+        let message = format!("{name} {} keeps SM 12.x out by itself: {closed_means}", package.version);
         let hint = format!("`fi-arch install --engine {name}` opens its gates too");
-        let is_problem = launch.is_some_and(|launch| launch.launcher.name == *name);
-        report.findings.add(is_problem, Finding::new("engine-gate-closed", message).hint(hint).at(&package.package));
+        let finding = Finding::new("engine-gate-closed", message).hint(hint).at(place(first)).line(first.line);
+        report.findings.add(is_started, finding);
+        gates.extend(overlay.edits.iter().map(|edit| EffectiveGate {
+            package: name.clone(),
+            name: edit.id.clone(),
+            path: place(edit),
+            line: edit.line,
+            on_disk: closed.clone(),
+            open: closed.clone(),
+            owner: Owner::FiArch,
+        }));
+    }
+    gates
+}
+
+/// What stays wrong or slow in a pair of engine and FlashInfer, and what does better. What our artifact has cured is no news.
+fn notes(report: &mut Report, engine: &Engine, package: &Package) {
+    let flashinfer = report.flashinfer.as_ref().map_or("unknown", |found| found.version.as_str()).to_owned();
+    let mut told: Vec<&str> = Vec::new();
+    for sm in report.sms().into_iter().filter(|sm| sm / 10 == 12) {
+        for note in tables::notes(engine, &package.version, &flashinfer, Some(sm)) {
+            // That one is said where the variable is set.
+            if note.kind == NoteKind::Repaired || note.id == variables::EXPANDABLE || told.contains(&note.id.as_str()) {
+                continue;
+            }
+            told.push(&note.id);
+            let message =
+                format!("{} {} on FlashInfer {flashinfer}, {}: {}", engine.title, package.version, note.kind.name(), note.text);
+            report.findings.note(Finding::new("engine-note", message).hint("keep it in mind"));
+        }
     }
 }
 

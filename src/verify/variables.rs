@@ -4,19 +4,21 @@ use std::path::PathBuf;
 
 use super::{Finding, Report};
 use crate::env;
+use crate::survey::Package;
+use crate::tables;
 
-pub fn look(report: &mut Report) {
+/// The code of the finding, and the id of the engines' note of the versions that it concerns.
+pub const EXPANDABLE: &str = "expandable-segments";
+
+pub fn look(report: &mut Report, engines: &[(String, Package)]) {
     let vars = report.vars.clone();
     for name in env::TORCH_ALLOC_CONF {
-        let Some(value) = vars.text(name) else { continue };
-        if is_expandable(&value) {
-            let message = format!(
-                "{name}=\"{value}\": torch's memory then lies in pieces, and the ranks were reported to fail when they exchange its handles"
-            );
-            report.findings.problem(
-                Finding::new("expandable-segments", message).hint(format!("take expandable_segments:True out of {name}")),
-            );
-        }
+        let Some(value) = vars.text(name).filter(|value| is_expandable(value)) else { continue };
+        let message = format!(
+            "{name}=\"{value}\": torch's memory then lies in pieces, and ranks were reported to fail when they exchange its handles"
+        );
+        let hint = format!("take expandable_segments:True out of {name}");
+        report.findings.add(breaks_handles(report, engines), Finding::new(EXPANDABLE, message).hint(hint));
     }
     if vars.is_on(env::FLASHINFER_CONFIDENTIAL_COMPUTE) {
         let message =
@@ -31,6 +33,16 @@ pub fn look(report: &mut Report) {
         let message = format!("CUDA_VISIBLE_DEVICES=\"{}\": the process sees no GPU", value.to_string_lossy());
         report.findings.problem(Finding::new("no-visible-gpu", message).hint("unset it, or name the GPUs that are to be used"));
     }
+}
+
+/// Whether an engine that is here exchanges handles in the way that was reported to fail. Without an engine nobody knows.
+fn breaks_handles(report: &Report, engines: &[(String, Package)]) -> bool {
+    let flashinfer = report.flashinfer.as_ref().map_or("unknown", |found| found.version.as_str());
+    let concerned = |(name, package): &(String, Package)| {
+        let engine = tables::engine(name).ok();
+        engine.is_some_and(|engine| tables::notes(engine, &package.version, flashinfer, None).iter().any(|n| n.id == EXPANDABLE))
+    };
+    engines.is_empty() || engines.iter().any(concerned)
 }
 
 /// The number of GPUs that CUDA_VISIBLE_DEVICES shows; none where it is unset.

@@ -5,14 +5,15 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use fi_arch::digest::Digest;
-use fi_arch::store;
+use fi_arch::{store, tables};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::support::activation;
 use crate::support::sandbox::{Ran, copy_dir};
 use crate::support::toolkit::nvcc;
-use crate::support::world::{World, codes, find, write};
+use crate::support::wheels;
+use crate::support::world::{World, codes, copy_flashinfer, find, write};
 
 const RELEASE: &str = "0.6.4";
 
@@ -117,6 +118,20 @@ fn python(world: &World) -> String {
 /// Installs a package by its record and an `__init__.py` alone.
 fn engine(world: &World, name: &str, version: &str) {
     world.package(name, name, version);
+}
+
+/// The files of a real SGLang in which its gates stand.
+fn real_sglang(world: &World) {
+    let from = wheels::unpacked("sglang", "0.5.9");
+    engine(world, "sglang", "0.5.9");
+    let gates = &tables::engine("sglang").unwrap().gates;
+    for form in gates.iter().flat_map(|gate| &gate.places).flat_map(|place| &place.forms) {
+        let (from, to) = (from.join(&form.file), world.site().join(&form.file));
+        if from.is_file() && !to.is_file() {
+            fs::create_dir_all(to.parent().unwrap()).unwrap();
+            fs::copy(from, to).unwrap();
+        }
+    }
 }
 
 /// `verify -- python WORDS…`
@@ -359,14 +374,23 @@ fn a_flashinfer_that_is_right_as_it_is_passes_and_the_engines_gate_is_told() {
     let mut world = World::sound();
     world.verb = "verify";
     world.run(&["--sm", "120"]).exits(0);
-    engine(&world, "sglang", "0.5.23");
+    real_sglang(&world);
     let note = world.notes("engine-gate-closed");
     assert!(note["hint"].as_str().unwrap().contains("--engine sglang"));
+    assert!(note["path"].as_str().unwrap().ends_with(".py") && note["line"].as_u64().unwrap() > 0, "{note}");
+    let gates = world.report()["gates"].as_array().unwrap().clone();
+    assert!(gates.iter().any(|gate| gate["package"] == "sglang" && gate["open"]["sm_120"] == false), "{gates:?}");
     // Who starts it meets it.
     fs::create_dir_all(world.sandbox.path("venv/bin")).unwrap();
     fs::write(world.sandbox.path("venv/bin/python"), "\x7fELF").unwrap();
-    let ran = launch(&world, "-m sglang.launch_server --tp 2 --flashinfer-allreduce-fusion-backend trtllm").exits(1);
-    assert_eq!(codes(&ran.json()["problems"]), ["engine-gate-closed"]);
+    let words = "-m sglang.launch_server --tp 2 --enable-flashinfer-allreduce-fusion";
+    assert_eq!(codes(&launch(&world, words).exits(1).json()["problems"]), ["engine-gate-closed"]);
+    // A place that is not as it should be is no open gate.
+    append(
+        &world.site().join("sglang/srt/layers/communicator.py"),
+        "\ndef apply_flashinfer_allreduce_fusion(n):\n    return n\n",
+    );
+    assert_eq!(codes(&launch(&world, words).exits(1).json()["problems"]), ["engine-gate-unknown"]);
 }
 
 #[test]
@@ -602,9 +626,42 @@ fn an_engine_that_is_started_and_not_activated_is_told() {
     let world = shim();
     let report = launch(&world, "-m sglang.launch_server --tp 2").exits(1).json();
     assert_eq!(codes(&report["problems"]), ["engine-missing"]);
-    engine(&world, "sglang", "0.5.9");
+    real_sglang(&world);
     let report = launch(&world, "-m sglang.launch_server --tp 2 --enable-flashinfer-allreduce-fusion").exits(1).json();
     assert_eq!(codes(&report["problems"]), ["engine-gate-closed"]);
+}
+
+#[test]
+fn an_engine_whose_gates_install_has_opened_passes_and_what_stays_is_told() {
+    for (mode, flags) in [("shim", &[][..]), ("in-place", &["--in-place"])] {
+        let mut world = World::with(RELEASE);
+        real_sglang(&world);
+        fs::create_dir_all(world.sandbox.path("venv/bin")).unwrap();
+        fs::write(world.sandbox.path("venv/bin/python"), "\x7fELF").unwrap();
+        let bundle = Installed::get().dir.path().join("probe.fia");
+        let mut all = vec!["install", "--engine", "sglang", "--from", bundle.to_str().unwrap()];
+        all.extend(flags);
+        world.fi_arch(&all).exits(0);
+        world.verb = "verify";
+        let words = "-m sglang.launch_server --tp 2 --enable-flashinfer-allreduce-fusion";
+        let report = launch(&world, words).exits(0).json();
+        assert_eq!((&report["mode"], &report["in_force"]), (&json!(mode), &json!(true)));
+        let gates = report["gates"].as_array().unwrap();
+        assert!(gates.iter().any(|gate| gate["package"] == "sglang" && gate["open"]["sm_120"] == true), "{gates:?}");
+        assert!(find(&report["notes"], "engine-note").is_some());
+        // An upgrade of FlashInfer leaves nothing half open, and is told.
+        world.remove("flashinfer");
+        world.remove("flashinfer_python");
+        copy_flashinfer("0.6.16.post4", &world.site().join("flashinfer"), "data");
+        world.record("flashinfer_python", "0.6.16.post4");
+        let report = launch(&world, words).exits(1).json();
+        let found = codes(&report["problems"]);
+        assert!(found.contains(&"package-version".to_owned()), "{found:?}");
+        assert_eq!(found.contains(&"half-open".to_owned()), mode == "in-place", "{found:?}");
+        assert!(
+            report["gates"].as_array().unwrap().iter().all(|gate| gate["open"]["sm_120"] == false || gate["owner"] == "open")
+        );
+    }
 }
 
 #[test]
