@@ -175,8 +175,7 @@ pub fn copy_flashinfer(version: &str, package: &Path, data: &str) {
     let from = wheels::unpacked("flashinfer-python", version);
     let tables = Tables::load();
     let listed = tables.modules.iter().flat_map(|module| &module.files).map(String::as_str);
-    let others =
-        ["flashinfer/__init__.py", "flashinfer/jit/env.py", "flashinfer/_build_meta.py", "flashinfer/comm/trtllm_ar.py"];
+    let others = ["flashinfer/__init__.py", "flashinfer/jit/env.py", "flashinfer/_build_meta.py", "flashinfer/comm/trtllm_ar.py"];
     for path in listed.chain(RECIPE_FILES).chain(others) {
         let inside = path.strip_prefix("flashinfer/").unwrap();
         let to = match inside.strip_prefix("data/") {
