@@ -200,16 +200,10 @@ fn starts(report: &mut Report, activation: &Activation, start: &Start) {
             }
         }
         Mode::Run => {
-            let flag = match start.flags {
-                PythonFlags { no_site: true, .. } => Some("-S"),
-                PythonFlags { isolated: true, .. } => Some("-I"),
-                PythonFlags { no_variables: true, .. } => Some("-E"),
-                _ => None,
-            };
-            if let Some(flag) = flag {
-                let message = format!("Python is started with {flag}: it does not start what `fi-arch run` puts on PYTHONPATH");
-                let hint = format!("leave out {flag}, or activate with `fi-arch install`");
-                findings.problem(Finding::new("python-ignores-run", message).hint(hint));
+            // With -E or -I Python would not even come to look into that folder.
+            if start.flags.no_site {
+                let message = "Python is started with -S: it runs no sitecustomize, and the shim of `fi-arch run` never starts";
+                findings.problem(Finding::new("python-ignores-run", message).hint("leave out -S"));
             }
             let own = found.site.join(shim::SITECUSTOMIZE_FILE);
             let first = environment.folders().map(|folder| folder.join(shim::SITECUSTOMIZE_FILE)).find(|file| file.is_file());

@@ -9,7 +9,7 @@ use super::launch::{self, Launch};
 use super::{
     Finding, Owner, Report, arch_list, gates, gpus, names, packages, prebuilt, state_digest, targets, toolchain, variables,
 };
-use crate::activate::{FileIs, Mode};
+use crate::activate::{self, FileIs, Mode};
 use crate::digest::Digest;
 use crate::env;
 use crate::error::{Error, Result};
@@ -93,6 +93,9 @@ const ABOUT_COMPILING: [&str; 16] = [
     "prebuilt-lacks-target",
     "slot-ignored",
 ];
+
+/// The id of the engine's gate behind which a server ends that was told to use the fused path.
+const BACKEND: &str = "backend";
 
 /// Proves it. An error is a wrong command line; whatever is wrong with the machine is a finding.
 pub fn prove(request: &Request, memo: &Memo) -> Result<Proof> {
@@ -190,13 +193,23 @@ fn environment(report: &mut Report, request: &Request, command: Option<&CommandL
         Some(value) => survey::python_path(&value),
         None => Vec::new(),
     };
+    if start.flags.ignores_variables() {
+        let all = vars.var(env::PYTHONPATH).map(|value| survey::python_path(&value)).unwrap_or_default();
+        let lost = all.into_iter().map(|dir| dir.join(activate::PACKAGE)).find(|dir| dir.join(activate::FILE).exists());
+        if let Some(lost) = lost {
+            let flag = if start.flags.isolated { "-I" } else { "-E" };
+            let message = format!("Python is started with {flag}: it reads no PYTHONPATH, on which `fi-arch run` puts the shim");
+            let hint = format!("leave out {flag}, or activate with `fi-arch install`");
+            report.findings.problem(Finding::new("python-ignores-run", message).hint(hint).at(lost));
+        }
+    }
     let variables_off = !start.flags.ignores_variables() && vars.is_set(env::PYTHONNOUSERSITE);
     if start.flags.ignores_user_site() || variables_off {
         let base = vars.var(env::PYTHONUSERBASE).map(PathBuf::from).or_else(|| dirs::home_dir().map(|home| home.join(".local")));
         let (user, rest): (Vec<PathBuf>, Vec<PathBuf>) =
             environment.site_packages.drain(..).partition(|site| base.as_ref().is_some_and(|base| site.starts_with(base)));
         environment.site_packages = rest;
-        let lost = user.iter().map(|site| site.join(crate::activate::PACKAGE)).find(|dir| dir.is_dir());
+        let lost = user.iter().map(|site| site.join(activate::PACKAGE)).find(|dir| dir.is_dir());
         if let Some(lost) = lost {
             let why = if variables_off { "PYTHONNOUSERSITE is set" } else { "Python is started with -s or -I" };
             let message = format!("the shim lies among the user's own packages, and {why}: it never starts");
@@ -487,8 +500,10 @@ fn if_disabled(report: &Report, module: &Module, activation: Option<&Activation>
     for (name, package) in engines.iter().filter(|(name, _)| activation.package(name).is_some()) {
         let row = tables::launchers().iter().find(|launcher| launcher.name == *name).and_then(|l| l.fusion_of(&package.version));
         if let Some(row) = row {
-            // On disk the edited gate asks us, and we say no: the engine's own path.
-            let effect = if in_place { "its edited gates answer no, and it stays on its own path" } else { &row.closed };
+            // On disk the edited gates ask us, and we say no: all but one let the engine go on without the fused path.
+            let ends = activation.package(name).is_some_and(|(package, _)| package.edits.iter().any(|edit| edit.id == BACKEND));
+            let goes_on = in_place && !ends;
+            let effect = if goes_on { "its edited gates answer no, and it stays on its own path" } else { &row.closed };
             let between = if text.is_empty() { "" } else { "; " };
             text.push_str(&format!("{between}{name} {}: {effect}", package.version));
         }

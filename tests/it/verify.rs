@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
+use fi_arch::activate::shim as shim_files;
 use fi_arch::digest::Digest;
 use fi_arch::{store, tables};
 use serde_json::{Value, json};
@@ -508,6 +509,42 @@ fn a_package_in_the_working_folder_is_told() {
     let codes_of = |words: &str| codes(&launch(&world, words).json()["problems"]);
     assert_eq!(codes_of("-m json.tool"), ["shadowed-by-folder"]);
     assert_eq!(codes_of("-P -m json.tool"), [""; 0]);
+}
+
+#[test]
+fn what_run_puts_on_the_python_path_is_read_as_python_reads_it() {
+    let mut world = shim();
+    // As in a process that `fi-arch run` has started: the package in a folder of its own, nothing in the environment.
+    let folder = world.sandbox.path("run");
+    fs::create_dir(&folder).unwrap();
+    fs::rename(package(&world), folder.join("fi_arch_shim")).unwrap();
+    world.remove("fi_arch");
+    for name in ["fi_arch_shim.pth", "fi_arch_shim.start"] {
+        fs::remove_file(world.site().join(name)).unwrap();
+    }
+    resealed(&folder.join("fi_arch_shim/state.json"), |state| state["mode"] = json!("run"));
+    write(folder.join("sitecustomize.py"), shim_files::SITECUSTOMIZE);
+    world.run(&["--sm", "120"]).exits(1);
+    world.set("PYTHONPATH", folder.to_str().unwrap());
+    let report = world.run(&["--sm", "120"]).exits(0).json();
+    assert_eq!((&report["mode"], &report["in_force"]), (&json!("run"), &json!(true)));
+    let codes_of = |world: &World, flag: &str| codes(&launch(world, &format!("{flag} -m json.tool")).json()["problems"]);
+    assert_eq!(codes_of(&world, "-u"), [""; 0]);
+    for flag in ["-S", "-s -S"] {
+        assert_eq!(codes_of(&world, flag), ["python-ignores-run"], "{flag}");
+    }
+    for flag in ["-E", "-I"] {
+        assert_eq!(codes_of(&world, flag), ["python-ignores-run", "not-installed"], "{flag}");
+    }
+    // Another sitecustomize before ours is the one that Python runs.
+    let other = world.sandbox.path("other");
+    write(other.join("sitecustomize.py"), "");
+    world.set("PYTHONPATH", &format!("{}:{}", other.display(), folder.display()));
+    world.fails_with("sitecustomize-shadowed");
+    world.set("PYTHONPATH", &format!("{}:{}", folder.display(), other.display()));
+    world.run(&["--sm", "120"]).exits(0);
+    append(&folder.join("fi_arch_shim/_overlay.py"), "\n");
+    world.fails_with("shim-altered");
 }
 
 #[test]
