@@ -37,7 +37,7 @@ pub struct Args {
 pub fn run(args: Args, output: &Output) -> Result<Exit> {
     let started = Instant::now();
     let targets = args.sm.as_deref().map(target::parse_list).transpose()?.unwrap_or_default();
-    let memo = Memo::load(&env::home()?);
+    let memo = env::home().map(|home| Memo::load(&home)).unwrap_or_default();
     let report = verify::examine(&verify::Request { env: args.env, targets, what_if: args.what_if }, &memo)?;
     memo.save();
     let exit = if report.findings.problems.is_empty() { Exit::Right } else { Exit::Fault };

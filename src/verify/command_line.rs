@@ -448,7 +448,10 @@ impl CommandLine {
         };
         self.args = args;
         self.engine = launchers().iter().find(of);
-        self.subcommand();
+        // Other modules start a server whatever follows.
+        if !module || name.ends_with(".cli.main") {
+            self.subcommand();
+        }
         if self.engine.is_none() {
             self.unread.push(format!("what `{name}` starts"));
         }
@@ -806,6 +809,7 @@ mod tests {
             ("python -m vllm.entrypoints.openai.api_server -tp=2", "vllm", &[]),
             ("python /src/python/sglang/launch_server.py --tp 2", "sglang", &[]),
             ("python /venv/bin/vllm serve model", "vllm", &[]),
+            ("python -m vllm.entrypoints.cli.main serve model", "vllm", &[]),
             ("env -u X -C /tmp A=1 nohup python -m sglang.launch_server", "sglang", &["env", "nohup"]),
             ("fi-arch run -- python -m sglang.launch_server", "sglang", &["fi-arch run"]),
             ("fi-arch -v run --policy p.toml vllm serve m", "vllm", &["fi-arch run"]),
@@ -830,8 +834,15 @@ mod tests {
 
     #[test]
     fn what_starts_no_server_is_said_to_be_unread() {
-        for text in ["ls -l", "python -c 'import sglang'", "python train.py", "sglang version", "vllm bench latency", "bash x.sh"]
-        {
+        for text in [
+            "ls -l",
+            "python -c 'import sglang'",
+            "python train.py",
+            "sglang version",
+            "vllm bench latency",
+            "bash x.sh",
+            "python -m vllm.entrypoints.cli.main bench",
+        ] {
             let found = line(text);
             assert!(found.engine.is_none() && !found.unread.is_empty(), "{text}: {found:?}");
         }

@@ -9,6 +9,12 @@
 //! | `arch_list` | what FlashInfer makes of `FLASHINFER_CUDA_ARCH_LIST` |
 //! | `prebuilt` | which file FlashInfer would load, what lies in its caches, locks |
 //! | `what_if` | another release in place of the installed one |
+//! | `activation` | what `install` or `run` has activated: will it start, is it whole, can its artifact be loaded |
+//! | `variables` | variables of the process that decide |
+//! | `command_line` | a command line, read without running it |
+//! | `launch` | what an engine's command line makes of the fused path |
+//! | `state_digest` | one digest of all that decides |
+//! | `proof` | all of it together, for `verify` |
 //!
 //! Every finding has a stable code; docs/problems.md lists them all.
 
@@ -173,7 +179,7 @@ pub fn examine(request: &Request, memo: &Memo) -> Result<Report> {
     let module = Tables::load().module(MODULE)?;
     // What a driver answers takes longer than all the files here.
     std::thread::scope(|scope| {
-        let gpus = scope.spawn(survey::gpus);
+        let gpus = scope.spawn(|| survey::gpus_of_this_boot(memo));
         packages::environment(&mut report, request, memo)?;
         packages::look(&mut report);
         report.gpus = gpus.join().unwrap_or_default();
