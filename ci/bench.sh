@@ -7,6 +7,9 @@
 #                time that its manifest records) and beside the start of a bare Python
 #   inspect      `fi-arch inspect` of the finished artifact, as a whole process; beside `cuobjdump -sass` of the same file,
 #                which runs once, since it takes many seconds; the kernel counts must be equal
+#   verify       `fi-arch verify` of the environment in FI_ARCH_BENCH_ENV (with `fi-arch install` in it), as a whole process, with what
+#                it remembers and with nothing remembered; beside `import flashinfer` by that environment's Python, which runs
+#                once. Left out, and said so, where the variable is unset
 #
 # Uses the store in FI_ARCH_HOME and builds there first (minutes) when it is empty. cuobjdump comes from CUOBJDUMP, PATH, or wheels.
 set -euo pipefail
@@ -29,14 +32,14 @@ PATH=$(dirname "$cuobjdump"):$PATH
 export PATH
 
 exec python3 - "$fi_arch" "$cuobjdump" "$runs" <<'PYTHON'
-import json, os, statistics, subprocess, sys, time
+import json, os, shutil, statistics, subprocess, sys, tempfile, time
 
 fi_arch, cuobjdump, runs = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
 
-def timed(command):
+def timed(command, env=None):
     start = time.perf_counter()
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
     return time.perf_counter() - start, result
 
 
@@ -83,4 +86,26 @@ print(f"inspect          {ms(times)}, of {os.path.getsize(built['artifact']) / 1
 print(f"  cuobjdump      {theirs_s:.2f} s; ratio {theirs_s / statistics.median(times):.0f}; kernels {ours} and {theirs}")
 if ours != theirs:
     sys.exit("error: the two do not see the same kernels")
+
+env = os.environ.get("FI_ARCH_BENCH_ENV")
+if env is None:
+    print("verify           not timed: FI_ARCH_BENCH_ENV names no environment")
+else:
+    verify = [fi_arch, "verify", "--sm", "120", "--json", "--env", env]
+    for _ in range(3):
+        proof = json.loads(must(verify))
+        time.sleep(1)
+    warm = [timed(verify)[0] for _ in range(runs)]
+    with tempfile.TemporaryDirectory() as home:
+        fresh = dict(os.environ, FI_ARCH_HOME=os.path.join(home, "none"))
+        cold = []
+        for _ in range(runs):
+            shutil.rmtree(fresh["FI_ARCH_HOME"], ignore_errors=True)
+            cold.append(timed(verify, fresh)[0])
+    imported, result = timed([os.path.join(env, "bin", "python"), "-c", "import flashinfer"])
+    if result.returncode:
+        sys.exit(result.stderr.decode())
+    print(f"verify           {ms(warm)}; {proof['verdict']}, mode {proof['mode']}, {len(proof['files'])} files")
+    print(f"  no memory      {ms(cold)}")
+    print(f"  the import     {imported:.2f} s; ratio {imported / statistics.median(warm):.0f}")
 PYTHON

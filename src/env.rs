@@ -1,5 +1,6 @@
 //! Every environment variable that fi-arch reads, and the folder of everything it keeps.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
@@ -29,6 +30,12 @@ pub const PYTHONUSERBASE: &str = "PYTHONUSERBASE";
 pub const PYTHONNOUSERSITE: &str = "PYTHONNOUSERSITE";
 /// Folders that Python searches before its own.
 pub const PYTHONPATH: &str = "PYTHONPATH";
+/// Keeps the folder of a program, or the working folder, from being searched for packages.
+pub const PYTHONSAFEPATH: &str = "PYTHONSAFEPATH";
+/// Turns the shim off when set to 1.
+pub const FI_ARCH_DISABLE: &str = "FI_ARCH_DISABLE";
+/// Makes a process refuse to start on anything but the verified state, when set to 1.
+pub const FI_ARCH_REQUIRE: &str = "FI_ARCH_REQUIRE";
 /// Where programs are looked for.
 pub const PATH: &str = "PATH";
 /// The host C++ compiler.
@@ -63,6 +70,12 @@ pub const FLASHINFER_DISABLE_VERSION_CHECK: &str = "FLASHINFER_DISABLE_VERSION_C
 pub const FLASHINFER_WORKSPACE_BASE: &str = "FLASHINFER_WORKSPACE_BASE";
 /// Where torch keeps extensions that it compiled; `~/.cache/torch_extensions` without it.
 pub const TORCH_EXTENSIONS_DIR: &str = "TORCH_EXTENSIONS_DIR";
+/// Makes FlashInfer take torch's symmetric memory for its workspace instead of its own, when set to 1.
+pub const FLASHINFER_CONFIDENTIAL_COMPUTE: &str = "FLASHINFER_CONFIDENTIAL_COMPUTE";
+/// The settings of torch's allocator; the older name first.
+pub const TORCH_ALLOC_CONF: [&str; 2] = ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"];
+/// The GPUs that a process may see: numbers or names; none where it is set to nothing.
+pub const CUDA_VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
 /// Where the dynamic loader looks first.
 pub const LD_LIBRARY_PATH: &str = "LD_LIBRARY_PATH";
 /// Disables colour when set to anything (<https://no-color.org>).
@@ -76,6 +89,64 @@ pub fn var(name: &str) -> Option<OsString> {
 /// Whether `name` is set to anything but nothing.
 pub fn is_set(name: &str) -> bool {
     var(name).is_some()
+}
+
+/// The variables that a process will have: those of this process, with some changed.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Vars {
+    /// `env -i`: nothing is handed on.
+    cleared: bool,
+    changed: BTreeMap<String, Option<OsString>>,
+}
+
+impl Vars {
+    /// The value as it will be; `Some` of nothing where it is set to nothing.
+    pub fn raw(&self, name: &str) -> Option<OsString> {
+        match self.changed.get(name) {
+            Some(value) => value.clone(),
+            None if self.cleared => None,
+            None => std::env::var_os(name),
+        }
+    }
+
+    /// As [`var`]: an empty value counts as unset.
+    pub fn var(&self, name: &str) -> Option<OsString> {
+        self.raw(name).filter(|value| !value.is_empty())
+    }
+
+    /// The value as text, where it is set to anything.
+    pub fn text(&self, name: &str) -> Option<String> {
+        self.var(name).map(|value| value.to_string_lossy().into_owned())
+    }
+
+    /// Whether `name` is set to anything but nothing.
+    pub fn is_set(&self, name: &str) -> bool {
+        self.var(name).is_some()
+    }
+
+    /// Whether a switch is on: set, and to nothing that says no.
+    pub fn is_on(&self, name: &str) -> bool {
+        self.text(name)
+            .is_some_and(|value| !matches!(value.trim().to_ascii_lowercase().as_str(), "" | "0" | "false" | "no" | "off"))
+    }
+
+    /// Whether one of our own switches is on: set to anything but nothing and `0`, as the shim reads it.
+    pub fn is_switched(&self, name: &str) -> bool {
+        self.text(name).is_some_and(|value| value != "0")
+    }
+
+    pub fn set(&mut self, name: &str, value: impl Into<OsString>) {
+        self.changed.insert(name.to_owned(), Some(value.into()));
+    }
+
+    pub fn unset(&mut self, name: &str) {
+        self.changed.insert(name.to_owned(), None);
+    }
+
+    /// Forgets everything, as `env -i` does.
+    pub fn clear(&mut self) {
+        *self = Self { cleared: true, changed: BTreeMap::new() };
+    }
 }
 
 /// The folder of everything that fi-arch keeps: `FI_ARCH_HOME`, else the platform's cache folder `/fi-arch`.

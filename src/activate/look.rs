@@ -14,6 +14,10 @@ use crate::survey::{self, Environment};
 pub struct Found {
     /// The folder that holds `fi_arch_shim`.
     pub site: PathBuf,
+    /// What Python would import under that name instead: a folder or a file that it finds earlier.
+    pub shadowed_by: Option<PathBuf>,
+    /// Further folders with an activation, which Python does not come to.
+    pub others: Vec<PathBuf>,
     /// What it says of itself, or why that cannot be read.
     pub state: std::result::Result<State, String>,
     /// In the order of the state.
@@ -36,6 +40,8 @@ pub struct PackageFound {
 pub struct FileFound {
     pub path: PathBuf,
     pub is: FileIs,
+    /// Of what lies there; none where nothing can be read.
+    pub digest: Option<Digest>,
 }
 
 /// What lies at a file's place.
@@ -70,16 +76,21 @@ impl FileIs {
     }
 }
 
-/// The activation that Python would start with in `environment`: the first on its search path.
-pub fn look(environment: &Environment, memo: &Memo) -> Result<Option<Found>> {
-    let site = environment.site_packages.iter().find(|site| site.join(state::PACKAGE).join(state::FILE).is_file());
-    let Some(site) = site else { return Ok(None) };
+/// The activation in `environment`: the first on Python's search path. `PYTHONPATH` may hold one too, that of `run`.
+pub fn look(environment: &Environment, _memo: &Memo) -> Result<Option<Found>> {
+    let mut sites = environment.folders().filter(|site| site.join(state::PACKAGE).join(state::FILE).exists());
+    let Some(site) = sites.next() else { return Ok(None) };
+    let others = sites.cloned().collect();
+    let is_imported = |path: &PathBuf| path.is_file() || path.join("__init__.py").is_file();
+    let earlier = environment.folders().take_while(|folder| *folder != site);
+    let shadowed_by =
+        earlier.flat_map(|folder| [folder.join(state::PACKAGE), folder.join(format!("{}.py", state::PACKAGE))]).find(is_imported);
     let state = read(&site.join(state::PACKAGE));
     let packages = match &state {
-        Ok(state) => state.packages.iter().map(|package| package_as_it_is(package, environment, memo)).collect::<Result<_>>()?,
+        Ok(state) => state.packages.iter().map(|package| package_as_it_is(package, environment)).collect::<Result<_>>()?,
         Err(_) => Vec::new(),
     };
-    Ok(Some(Found { site: site.clone(), state, packages }))
+    Ok(Some(Found { site: site.clone(), shadowed_by, others, state, packages }))
 }
 
 /// The state in the folder `fi_arch_shim`, or why it cannot be read.
@@ -90,27 +101,30 @@ pub fn read(package: &Path) -> std::result::Result<State, String> {
     if format != u64::from(state::FORMAT) {
         return Err(format!("it has format {format}, and this fi-arch knows {}", state::FORMAT));
     }
-    serde_json::from_value(value).map_err(|error| error.to_string())
+    let state: State = serde_json::from_value(value).map_err(|error| error.to_string())?;
+    state.policy.check().map_err(|error| error.what().to_owned())?;
+    Ok(state)
 }
 
-fn package_as_it_is(package: &PackageState, environment: &Environment, memo: &Memo) -> Result<PackageFound> {
+fn package_as_it_is(package: &PackageState, environment: &Environment) -> Result<PackageFound> {
     let found = survey::package(environment, &package.name, &package.distribution)?;
     let root = found.as_ref().and_then(|found| found.package.parent()).map(Path::to_owned);
     let files = package.files.iter().map(|file| {
         let path = root.as_deref().unwrap_or(Path::new("")).join(&file.path);
-        let is = if root.is_none() { FileIs::Missing } else { file_as_it_is(&path, file, memo) };
-        FileFound { path, is }
+        let (is, digest) = if root.is_none() { (FileIs::Missing, None) } else { file_as_it_is(&path, file) };
+        FileFound { path, is, digest }
     });
     let files = files.collect();
     Ok(PackageFound { name: package.name.clone(), root, version: found.map(|found| found.version), files })
 }
 
-fn file_as_it_is(path: &Path, file: &FileState, _memo: &Memo) -> FileIs {
+/// These files are small: they are read, and nothing is remembered of them.
+fn file_as_it_is(path: &Path, file: &FileState) -> (FileIs, Option<Digest>) {
     match std::fs::read(path).map(|bytes| Digest::of(&bytes)) {
-        Ok(digest) if Some(digest) == file.pre => FileIs::Original,
-        Ok(digest) if digest == file.post => FileIs::Ours,
-        Ok(_) => FileIs::Drifted,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound && file.pre.is_none() => FileIs::Original,
-        Err(_) => FileIs::Missing,
+        Ok(digest) if Some(digest) == file.pre => (FileIs::Original, Some(digest)),
+        Ok(digest) if digest == file.post => (FileIs::Ours, Some(digest)),
+        Ok(digest) => (FileIs::Drifted, Some(digest)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound && file.pre.is_none() => (FileIs::Original, None),
+        Err(_) => (FileIs::Missing, None),
     }
 }

@@ -6,13 +6,14 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 
+use super::findings;
 use super::output::Output;
 use crate::env;
 use crate::error::Result;
 use crate::exit::Exit;
 use crate::memo::Memo;
 use crate::target;
-use crate::verify::{self, Finding, GateReport, Owner, Report};
+use crate::verify::{self, GateReport, Owner, Report};
 
 /// Say what stands between an environment and the fused all-reduce on a GPU: every gate, every defect, every trap
 ///
@@ -36,7 +37,7 @@ pub struct Args {
 pub fn run(args: Args, output: &Output) -> Result<Exit> {
     let started = Instant::now();
     let targets = args.sm.as_deref().map(target::parse_list).transpose()?.unwrap_or_default();
-    let memo = Memo::load(&env::home()?);
+    let memo = env::home().map(|home| Memo::load(&home)).unwrap_or_default();
     let report = verify::examine(&verify::Request { env: args.env, targets, what_if: args.what_if }, &memo)?;
     memo.save();
     let exit = if report.findings.problems.is_empty() { Exit::Right } else { Exit::Fault };
@@ -47,11 +48,10 @@ pub fn run(args: Args, output: &Output) -> Result<Exit> {
 
 fn to_json(report: &Report, elapsed: f64) -> Value {
     let path = |path: &std::path::Path| path.display().to_string();
-    let findings = |findings: &[Finding]| findings.iter().map(finding).collect::<Vec<_>>();
     json!({
-        "verdict": if report.findings.problems.is_empty() { "pass" } else { "fail" },
-        "problems": findings(&report.findings.problems),
-        "notes": findings(&report.findings.notes),
+        "verdict": findings::verdict(&report.findings),
+        "problems": findings::to_json(&report.findings.problems),
+        "notes": findings::to_json(&report.findings.notes),
         "targets": report.targets.iter().map(|target| format!("sm_{}", target.sm)).collect::<Vec<_>>(),
         "environment": report.environment.as_ref().map(|found| json!({
             "prefix": path(&found.prefix),
@@ -123,16 +123,6 @@ fn to_json(report: &Report, elapsed: f64) -> Value {
     })
 }
 
-fn finding(finding: &Finding) -> Value {
-    json!({
-        "code": finding.code,
-        "message": finding.message,
-        "hint": finding.hint,
-        "path": finding.path.as_ref().map(|path| path.display().to_string()),
-        "line": finding.line,
-    })
-}
-
 fn gate(gate: &GateReport) -> Value {
     json!({
         "generator": gate.generator,
@@ -140,11 +130,7 @@ fn gate(gate: &GateReport) -> Value {
         "line": gate.line,
         "majors": gate.majors,
         "open": gate.open.iter().map(|(sm, open)| (format!("sm_{sm}"), json!(open))).collect::<serde_json::Map<_, _>>(),
-        "owner": match gate.owner {
-            Owner::FiArch => "fi-arch",
-            Owner::OnPurpose => "on purpose, not touched",
-            Owner::Nobody => "open",
-        },
+        "owner": gate.owner.name(),
     })
 }
 
@@ -227,22 +213,6 @@ fn text(report: &Report) -> String {
             format!("FlashInfer {}: to repair: {}; gone: {}", what_if.flashinfer, list(&what_if.edits), list(&what_if.gone)),
         );
     }
-    for (name, findings) in [("note", &report.findings.notes), ("problem", &report.findings.problems)] {
-        for finding in findings {
-            let _ = writeln!(text, "\n{name} [{}]: {}", finding.code, finding.message);
-            if let Some(path) = &finding.path {
-                let line = finding.line.map(|line| format!(":{line}")).unwrap_or_default();
-                let _ = writeln!(text, "  at: {}{line}", path.display());
-            }
-            if !finding.hint.is_empty() {
-                let _ = writeln!(text, "  hint: {}", finding.hint);
-            }
-        }
-    }
-    let _ = match report.findings.problems.len() {
-        0 => writeln!(text, "\npass: nothing is wrong for these targets"),
-        1 => writeln!(text, "\nfail: 1 problem"),
-        count => writeln!(text, "\nfail: {count} problems"),
-    };
+    text.push_str(&findings::text(&report.findings, "nothing is wrong for these targets"));
     text
 }

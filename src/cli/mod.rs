@@ -4,6 +4,7 @@ mod build;
 mod cache;
 mod doctor;
 mod explain;
+mod findings;
 mod inspect;
 mod install;
 mod output;
@@ -12,6 +13,7 @@ mod scan;
 mod selection;
 mod tables;
 mod uninstall;
+mod verify;
 
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
@@ -41,6 +43,7 @@ const EXIT_CODES: &str = "\
 Exit codes:
   0    what was asked for is so
   1    doctor, inspect, scan, cache verify or tables check found a fault; uninstall left a file that somebody else changed
+  1    doctor, verify, inspect, scan, cache verify or tables check found a fault
   2    the command line is wrong
   3    the machine lacks something: nvcc, headers, disk, network, GPU
   4    a release, target or arch is unknown, unsupported or beyond this nvcc
@@ -51,6 +54,7 @@ Exit codes:
 #[derive(Debug, Subcommand)]
 enum Verb {
     Doctor(doctor::Args),
+    Verify(verify::Args),
     Build(build::Args),
     Install(install::Args),
     Uninstall(uninstall::Args),
@@ -93,6 +97,7 @@ pub fn main() -> Exit {
 fn dispatch(verb: Verb, output: &Output) -> Result<Exit> {
     match verb {
         Verb::Doctor(args) => doctor::run(args, output),
+        Verb::Verify(args) => verify::run(args, output),
         Verb::Build(args) => build::run(args, output),
         Verb::Install(args) => install::run(args, output),
         Verb::Uninstall(args) => uninstall::run(args, output),

@@ -253,7 +253,7 @@ fn check_not_ours(installed: &BTreeMap<&str, Installed<'_>>, version: &str) -> R
     match ours {
         Some((path, _)) => Err(Error::unsupported(format!("FlashInfer {version} bears fi-arch's edits already"))
             .because(format!("{path} was edited in place, so the text that the edits look for is gone"))
-            .hint("install that FlashInfer again, then try again")),
+            .hint("`fi-arch uninstall` takes them back, if `fi-arch install --in-place` made them; else install that FlashInfer again")),
         None => Ok(()),
     }
 }
@@ -348,7 +348,7 @@ fn our_header(package: &Path, header: &str, edits: Vec<String>) -> Result<File> 
     if installed.exists() {
         return Err(Error::unsupported(format!("{} is there already, and must not be", installed.display()))
             .because("the overlay adds this file; what lies there was left by an earlier edit in place")
-            .hint("install that FlashInfer again"));
+            .hint("`fi-arch uninstall` takes it back, if `fi-arch install --in-place` put it there; else install that FlashInfer again"));
     }
     Ok(File { path, pre: None, original: Vec::new(), post: headers::text(header).as_bytes().to_vec(), edits })
 }

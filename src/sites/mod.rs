@@ -88,7 +88,12 @@ impl GateState {
 
 /// The state of `module`'s gate in the FlashInfer in `package` (…/flashinfer).
 pub fn gate(package: &Path, module: &Module) -> Result<GateState> {
-    let path = file_in(package, &module.generator.file);
+    gate_in(&file_in(package, &module.generator.file), module)
+}
+
+/// The state of `module`'s gate in the file of its generator.
+pub fn gate_in(path: &Path, module: &Module) -> Result<GateState> {
+    let path = path.to_owned();
     let source = read(&path)?;
     let (line, majors) = match gate_of(module) {
         Some(gate) => {

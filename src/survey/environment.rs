@@ -1,5 +1,6 @@
 //! Finds the Python environment and the folders that its packages lie in, from files.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -28,6 +29,11 @@ pub struct Environment {
 }
 
 impl Environment {
+    /// Every folder that packages are looked for in, in order.
+    pub fn folders(&self) -> impl Iterator<Item = &PathBuf> {
+        self.python_path.iter().chain(&self.site_packages)
+    }
+
     /// One folder like a site-packages, taken for an environment of its own.
     pub fn of_folder(site: &Path) -> Self {
         let origin = site.display().to_string();
@@ -41,13 +47,13 @@ pub fn environment(explicit: Option<&Path>, memo: &Memo) -> Result<Option<Enviro
         return named(dir).map(Some);
     }
     let active = active(memo)?;
-    Ok(active.map(|environment| Environment { python_path: python_path(), ..environment }))
+    let python_path = env::var(env::PYTHONPATH).map(|value| python_path(&value)).unwrap_or_default();
+    Ok(active.map(|environment| Environment { python_path, ..environment }))
 }
 
-/// The folders of `PYTHONPATH` that exist, in order. As Python reads it: an empty entry is the working folder.
-fn python_path() -> Vec<PathBuf> {
-    let Some(value) = env::var(env::PYTHONPATH) else { return Vec::new() };
-    let dirs = std::env::split_paths(&value).filter_map(|dir| match dir.as_os_str().is_empty() {
+/// The folders of a `PYTHONPATH` that exist, in order. As Python reads it: an empty entry is the working folder.
+pub fn python_path(value: &OsStr) -> Vec<PathBuf> {
+    let dirs = std::env::split_paths(value).filter_map(|dir| match dir.as_os_str().is_empty() {
         true => std::env::current_dir().ok(),
         false => std::path::absolute(dir).ok(),
     });

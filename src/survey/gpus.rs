@@ -3,9 +3,14 @@
 use std::process::Command;
 use std::time::Duration;
 
-use super::process;
+use serde::{Deserialize, Serialize};
 
-#[derive(Debug, Clone, PartialEq, Eq)]
+use super::process;
+use crate::digest::Digest;
+use crate::error::Error;
+use crate::memo::Memo;
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Gpu {
     pub name: String,
     /// 120 for compute capability 12.0.
@@ -29,6 +34,37 @@ pub fn gpus() -> Vec<Gpu> {
             Vec::new()
         }
     }
+}
+
+/// As [`gpus`], and asked only once in a boot of this machine: starting a driver's program takes longer than reading all files.
+pub fn gpus_of_this_boot(memo: &Memo) -> Vec<Gpu> {
+    let (Some(program), Some(driver)) = (process::on_path("nvidia-smi").into_iter().next(), driver_state()) else {
+        return gpus();
+    };
+    let ask = || {
+        let found = gpus();
+        // Nobody says whether there is none, or none yet.
+        if found.is_empty() {
+            return Err(Error::machine("no GPU"));
+        }
+        Ok(serde_json::to_string(&found).expect("GPUs are always JSON"))
+    };
+    let told = memo.fact(&program, &format!("GPUs, {driver}"), ask);
+    told.ok().and_then(|text| serde_json::from_str(&text).ok()).unwrap_or_default()
+}
+
+/// A digest of all that says which GPUs the driver shows here; none where no driver is loaded.
+fn driver_state() -> Option<String> {
+    let read = |path: &str| std::fs::read(path).ok();
+    let mut state = read("/proc/driver/nvidia/version")?;
+    state.extend(read("/proc/sys/kernel/random/boot_id")?);
+    for (dir, prefix) in [("/proc/driver/nvidia/gpus", ""), ("/dev", "nvidia")] {
+        let mut names: Vec<_> = std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.file_name()).collect();
+        names.retain(|name| name.as_encoded_bytes().starts_with(prefix.as_bytes()));
+        names.sort();
+        names.iter().for_each(|name| state.extend([name.as_encoded_bytes(), b"\n"].concat()));
+    }
+    Some(Digest::of(&state).short())
 }
 
 /// One line, such as `NVIDIA RTX PRO 6000 Blackwell Server Edition, 12.0, 580.82.07`. Read from its end: a name may hold commas.

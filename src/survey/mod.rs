@@ -10,8 +10,8 @@ mod packages;
 pub(crate) mod process;
 
 pub use archive::Archive;
-pub use environment::{Environment, environment};
-pub use gpus::{Gpu, gpus};
+pub use environment::{Environment, environment, python_path};
+pub use gpus::{Gpu, gpus, gpus_of_this_boot};
 pub use packages::{
     FlashInfer, Package, Torch, TvmFfi, cudarts, flashinfer, flashinfer_at, package, record, torch, tvm_ffi, tvm_ffi_in,
 };

@@ -2,6 +2,7 @@
 
 mod dispatching;
 mod engines;
+mod flags;
 mod releases;
 mod toolkits;
 mod torch;
@@ -23,6 +24,7 @@ pub use dispatching::chooses_its_kernels;
 pub use engines::{
     Advice, Engine, EngineForm, EngineGate, EnginePlace, Helper, Note, NoteKind, engine, engines, notes, policy_edits,
 };
+pub use flags::{Fusion, LaunchFlag, Launcher, Means, Variable, launchers};
 pub use toolkits::{knows_cuda, min_driver};
 pub use torch::cuda_of_torch;
 

@@ -91,7 +91,7 @@ pub fn look(report: &mut Report) {
     let nvcc = report.cuda();
     let canonical = canonical(report, nvcc);
     // FlashInfer takes an empty variable for a list.
-    let Some(raw) = std::env::var_os(env::FLASHINFER_CUDA_ARCH_LIST) else { return unset(report, rule, nvcc, &canonical) };
+    let Some(raw) = report.vars.raw(env::FLASHINFER_CUDA_ARCH_LIST) else { return unset(report, rule, nvcc, &canonical) };
     let raw = raw.to_string_lossy().into_owned();
     let becomes = rule.list(&raw, nvcc);
     let export = format!("export FLASHINFER_CUDA_ARCH_LIST=\"{canonical}\"");

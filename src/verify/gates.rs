@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use super::activation::Activation;
 use super::{Finding, Report, names};
 use crate::overlay;
 use crate::sites::{self, python};
@@ -18,6 +19,17 @@ pub enum Owner {
     Nobody,
 }
 
+impl Owner {
+    /// As JSON has it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::FiArch => "fi-arch",
+            Self::OnPurpose => "on purpose, not touched",
+            Self::Nobody => "open",
+        }
+    }
+}
+
 /// The gate of one generator.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GateReport {
@@ -31,7 +43,8 @@ pub struct GateReport {
     pub owner: Owner,
 }
 
-pub fn look(report: &mut Report, module: &Module) {
+/// Looks at the gates on disk and at what stands behind ours. Where an activation is in force, a process meets its gate instead.
+pub fn look(report: &mut Report, module: &Module, activation: Option<&Activation>) {
     let Some(flashinfer) = report.flashinfer.clone() else { return };
     let package = &flashinfer.package;
     let path = sites::file_in(package, &module.generator.file);
@@ -42,7 +55,8 @@ pub fn look(report: &mut Report, module: &Module) {
             Err(error) => report.findings.problem(Finding::of("gate-unknown", &sites::at(&path, error)).at(&path)),
         }
     }
-    match sites::gate(package, module) {
+    let served = activation.and_then(|activation| activation.served(&module.generator.file));
+    match served.map_or_else(|| sites::gate(package, module), |file| sites::gate_in(&file, module)) {
         Ok(state) => {
             let closed: Vec<u32> = sms.iter().copied().filter(|sm| !state.open_for(sm / 10)).collect();
             if !closed.is_empty() {
@@ -53,7 +67,7 @@ pub fn look(report: &mut Report, module: &Module) {
                     names(&closed)
                 );
                 let hint = format!(
-                    "`fi-arch build --sm {}` repairs and builds the module; FlashInfer 0.6.17 and later need no repair",
+                    "`fi-arch install --sm {}` builds the module and serves the repaired files; FlashInfer 0.6.17 and later need no repair",
                     closed[0]
                 );
                 report.findings.problem(Finding::new("gate-closed", message).hint(hint).at(&state.path).line(state.line));
@@ -61,7 +75,13 @@ pub fn look(report: &mut Report, module: &Module) {
         }
         Err(error) => report.findings.problem(Finding::of("gate-unknown", &error).at(&path)),
     }
-    defects(report, module);
+    defects(report, module, activation.is_some());
+    remaining(report);
+}
+
+/// Faults of this release that no edit cures.
+pub fn remaining(report: &mut Report) {
+    let Some(flashinfer) = &report.flashinfer else { return };
     if let Some(release) = Tables::load().release(&flashinfer.version) {
         report.remains = Tables::load().remaining(release);
     }
@@ -85,13 +105,17 @@ fn one(found: python::Generator, path: &std::path::Path, sms: &[u32]) -> GateRep
     GateReport { generator: found.name, path: state.path, line: state.line, majors: state.majors, open, owner }
 }
 
-fn defects(report: &mut Report, module: &Module) {
+/// The defects behind the gate: problems, unless an activation serves them cured.
+fn defects(report: &mut Report, module: &Module, cured: bool) {
     let Some(flashinfer) = &report.flashinfer else { return };
     let overlay = match overlay::compute(&flashinfer.package, module, &flashinfer.version, &overlay::Options::default()) {
         Ok(overlay) => overlay,
         Err(error) if error.what().contains("bears fi-arch's edits already") => {
             report.listed = true;
-            return report.findings.note(Finding::of("edited-in-place", &error));
+            if !cured {
+                report.findings.note(Finding::of("edited-in-place", &error));
+            }
+            return;
         }
         Err(error) => return report.findings.problem(Finding::of("flashinfer-unknown", &error).at(&flashinfer.package)),
     };
@@ -104,7 +128,7 @@ fn defects(report: &mut Report, module: &Module) {
     }
     let gate = sites::gate_of(module).map(|_| "gate");
     let mut told: Vec<&str> = Vec::new();
-    for edit in overlay.edits.iter().filter(|edit| Some(edit.id.as_str()) != gate) {
+    for edit in overlay.edits.iter().filter(|edit| !cured && Some(edit.id.as_str()) != gate) {
         if told.contains(&edit.id.as_str()) {
             continue;
         }
@@ -112,7 +136,7 @@ fn defects(report: &mut Report, module: &Module) {
         let defect = Tables::load().defect(&edit.id);
         report.findings.problems.push(
             Finding::new(format!("defect-{}", edit.id), format!("{} (cured by {})", defect.causes, defect.upstream))
-                .hint("`fi-arch build` cures all defects of a release together; `fi-arch build --show-edits` shows how")
+                .hint("`fi-arch install` cures all defects of a release together; `fi-arch build --show-edits` shows how")
                 .at(sites::file_in(&flashinfer.package, &edit.path))
                 .line(edit.line),
         );

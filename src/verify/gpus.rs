@@ -14,7 +14,7 @@ pub fn look(report: &mut Report) {
     let cuda = report.torch.as_ref().and_then(|torch| torch.cuda).unwrap_or_else(provision::cuda_version);
     for gpu in report.gpus.clone() {
         let Some(floor) = tables::min_driver(cuda, Target { sm: gpu.sm, suffix: Suffix::A }) else { continue };
-        if numbers(&gpu.driver) < numbers(floor) {
+        if older(&gpu.driver, floor) {
             let message =
                 format!("{} runs driver {}; code of CUDA {} for it needs {floor} or newer", gpu.name, gpu.driver, cuda.major);
             let hint = format!("install driver {floor} or newer, or a torch of an older CUDA major");
@@ -53,6 +53,11 @@ fn libcuda(report: &mut Report) {
 
 fn has_driver(dir: &Path) -> bool {
     dir.join("libcuda.so.1").exists()
+}
+
+/// Whether a driver's version is below a floor.
+pub fn older(version: &str, floor: &str) -> bool {
+    numbers(version) < numbers(floor)
 }
 
 /// A version by its numbers. Missing ones count as nothing: 580 is not newer than 580.65.

@@ -9,20 +9,33 @@
 //! | `arch_list` | what FlashInfer makes of `FLASHINFER_CUDA_ARCH_LIST` |
 //! | `prebuilt` | which file FlashInfer would load, what lies in its caches, locks |
 //! | `what_if` | another release in place of the installed one |
+//! | `activation` | what `install` or `run` has activated: will it start, is it whole, can its artifact be loaded |
+//! | `variables` | variables of the process that decide |
+//! | `command_line` | a command line, read without running it |
+//! | `launch` | what an engine's command line makes of the fused path |
+//! | `state_digest` | one digest of all that decides |
+//! | `proof` | all of it together, for `verify` |
 //!
 //! Every finding has a stable code; docs/problems.md lists them all.
 
+pub mod activation;
 mod arch_list;
+pub mod command_line;
 mod gates;
 mod gpus;
+pub mod launch;
 mod packages;
 mod prebuilt;
+pub mod proof;
+mod state_digest;
 mod toolchain;
+mod variables;
 mod what_if;
 
 use std::path::{Path, PathBuf};
 
 use crate::build::toolchain::{HostCompiler, Rejected, Toolkit};
+use crate::env::Vars;
 use crate::error::{Error, Result};
 use crate::memo::Memo;
 use crate::overlay::Edit;
@@ -30,6 +43,7 @@ use crate::survey::{self, Environment, FlashInfer, Gpu, Package, Torch, TvmFfi};
 use crate::tables::{Fault, Module, Tables};
 use crate::target::{self, CudaVersion};
 
+use activation::Activation;
 pub use arch_list::ArchList;
 pub use gates::{GateReport, Owner};
 pub use prebuilt::Prebuilt;
@@ -112,6 +126,8 @@ impl Findings {
 /// Everything that was found.
 #[derive(Debug, Default)]
 pub struct Report {
+    /// The variables that the process in question will have.
+    pub vars: Vars,
     pub targets: Vec<target::Request>,
     pub environment: Option<Environment>,
     pub flashinfer: Option<FlashInfer>,
@@ -163,7 +179,7 @@ pub fn examine(request: &Request, memo: &Memo) -> Result<Report> {
     let module = Tables::load().module(MODULE)?;
     // What a driver answers takes longer than all the files here.
     std::thread::scope(|scope| {
-        let gpus = scope.spawn(survey::gpus);
+        let gpus = scope.spawn(|| survey::gpus_of_this_boot(memo));
         packages::environment(&mut report, request, memo)?;
         packages::look(&mut report);
         report.gpus = gpus.join().unwrap_or_default();
@@ -172,13 +188,42 @@ pub fn examine(request: &Request, memo: &Memo) -> Result<Report> {
     targets(&mut report, request)?;
     toolchain::look(&mut report, memo);
     gpus::look(&mut report);
-    gates::look(&mut report, module);
+    let activation = activated(&mut report, memo);
+    gates::look(&mut report, module, activation.as_ref());
     arch_list::look(&mut report);
+    let before = report.findings.problems.len();
     prebuilt::look(&mut report, module, memo);
+    if activation.is_some_and(|activation| activation.brings_artifact()) {
+        // It is loaded before anything else is looked for, and nothing has to be compiled.
+        let behind = report.findings.problems.split_off(before);
+        behind.into_iter().for_each(|finding| report.findings.note(finding));
+    }
     if let Some(text) = &request.what_if {
         report.what_if = Some(what_if::ask(text, &report, module)?);
     }
     Ok(report)
+}
+
+/// The activation that is in force. `verify` tells all that is wrong with one; here it is one problem.
+fn activated(report: &mut Report, memo: &Memo) -> Option<Activation> {
+    let kept = std::mem::take(&mut report.findings);
+    let activation = activation::look(report, &activation::Start::default(), memo);
+    let own = std::mem::replace(&mut report.findings, kept);
+    let activation = activation?;
+    let place = activation.found.package();
+    if activation.in_force {
+        let message = "fi-arch is activated here, and in force: a gate that is closed on disk may be open all the same";
+        report.findings.note(
+            Finding::new("activated", message).hint("`fi-arch verify` proves it, `fi-arch uninstall` takes it back").at(place),
+        );
+        return Some(activation);
+    }
+    let first = own.problems.first().map(|problem| problem.message.clone()).unwrap_or_default();
+    let message = format!("fi-arch is activated here, and not in force: {first}");
+    report
+        .findings
+        .problem(Finding::new("activation-broken", message).hint("`fi-arch verify` tells all that is wrong").at(place));
+    None
 }
 
 fn targets(report: &mut Report, request: &Request) -> Result<()> {

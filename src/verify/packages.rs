@@ -54,7 +54,7 @@ pub fn look(report: &mut Report) {
     companions(report, &environment);
     runtimes(report, &environment.site_packages);
     let sglang = || survey::package(&environment, "sglang", "sglang").is_ok_and(|found| found.is_some());
-    if env::is_set(env::FLASHINFER_CUDA_ARCH_LIST) && sglang() {
+    if report.vars.is_set(env::FLASHINFER_CUDA_ARCH_LIST) && sglang() {
         report.findings.note(
             Finding::new(
                 "arch-list-overwritten",
@@ -156,7 +156,7 @@ fn companions(report: &mut Report, environment: &survey::Environment) {
                 (Ok(release), Ok(own)) => release == own,
                 _ => release == own,
             };
-            let unchecked = env::is_set(env::FLASHINFER_DISABLE_VERSION_CHECK);
+            let unchecked = report.vars.is_set(env::FLASHINFER_DISABLE_VERSION_CHECK);
             if !same {
                 let ignores = text(&flashinfer.package.join("jit/env.py")).contains("Ignoring incompatible");
                 let effect = match (unchecked, ignores) {
@@ -185,7 +185,7 @@ fn companions(report: &mut Report, environment: &survey::Environment) {
         }
         report.companions.push((distribution.to_owned(), found));
     }
-    if env::is_set(env::FLASHINFER_DISABLE_VERSION_CHECK) {
+    if report.vars.is_set(env::FLASHINFER_DISABLE_VERSION_CHECK) {
         report.findings.note(
             Finding::new(
                 "version-check-off",

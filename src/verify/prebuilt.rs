@@ -56,9 +56,24 @@ pub fn look(report: &mut Report, module: &Module, memo: &Memo) {
     let is_fit = |prebuilt: &Prebuilt| prebuilt.missing.is_empty() && prebuilt.hollow == 0 && prebuilt.kernels > 0;
     let loads = report.prebuilt.iter().any(|prebuilt| prebuilt.first && is_fit(prebuilt));
     toolchain::missing(report, !loads && !report.prebuilt.iter().any(is_fit));
-    if env::is_set(env::FLASHINFER_DISABLE_JIT) {
+    if report.vars.is_set(env::FLASHINFER_DISABLE_JIT) {
         let message = "FLASHINFER_DISABLE_JIT is set, and any value, 0 too, keeps FlashInfer from compiling";
         report.findings.add(!loads, Finding::new("jit-disabled", message).hint("unset FLASHINFER_DISABLE_JIT"));
+    }
+}
+
+/// Says of compiled modules that they are not loaded, since the artifact of an activation is.
+pub fn passed_over(report: &mut Report, module: &Module) {
+    let Some(flashinfer) = report.flashinfer.clone() else { return };
+    let (files, _) = candidates(report, &flashinfer.package, module);
+    let cached = cached(report, &flashinfer.version, module);
+    for path in files.into_iter().map(|(path, _)| path).filter(|path| path.is_file()).chain(cached) {
+        let message = "this compiled module is not loaded while the activation is in force: its artifact lies elsewhere, and is asked for first";
+        report.findings.note(
+            Finding::new("prebuilt-passed-over", message)
+                .hint("nothing; after `fi-arch uninstall` FlashInfer looks at it again")
+                .at(path),
+        );
     }
 }
 
@@ -98,7 +113,7 @@ fn candidates(report: &mut Report, package: &Path, module: &Module) -> (Vec<(Pat
 /// What FlashInfer compiled itself for the asked targets: in the folders named after them, and in the one that a failed look at
 /// the GPU leaves without a name.
 fn cached(report: &Report, version: &str, module: &Module) -> Vec<PathBuf> {
-    let base = env::var(env::FLASHINFER_WORKSPACE_BASE).map(PathBuf::from).or_else(dirs::home_dir);
+    let base = report.vars.var(env::FLASHINFER_WORKSPACE_BASE).map(PathBuf::from).or_else(dirs::home_dir);
     let Some(root) = base.map(|base| base.join(".cache/flashinfer").join(version)) else { return Vec::new() };
     let sms = report.sms();
     let mut folders = vec![root.clone()];
@@ -163,8 +178,10 @@ fn facts(path: &Path, sms: &[u32]) -> Result<String> {
 }
 
 /// torch's extension builds wait for a file called `lock` to go away; a killed build leaves it, and `import flashinfer` hangs.
-fn locks(report: &mut Report) {
-    let root = env::var(env::TORCH_EXTENSIONS_DIR)
+pub fn locks(report: &mut Report) {
+    let root = report
+        .vars
+        .var(env::TORCH_EXTENSIONS_DIR)
         .map(PathBuf::from)
         .or_else(|| Some(dirs::home_dir()?.join(".cache/torch_extensions")));
     let Some(root) = root else { return };

@@ -1,182 +1,14 @@
 //! `fi-arch doctor`: a sound environment passes, and each planted fault is found under its code.
 
 use std::fs;
-use std::os::unix::fs::{PermissionsExt as _, symlink};
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::os::unix::fs::symlink;
+use std::path::Path;
 
-use fi_arch::tables::{RECIPE_FILES, Tables};
 use serde_json::Value;
 
 use crate::support::probes::Probes;
-use crate::support::sandbox::{Ran, Sandbox};
-use crate::support::{toolkit, wheels};
-
-/// A machine with one environment. As made, nothing is wrong in it: FlashInfer 0.7.4, whose gate is open.
-struct World {
-    sandbox: Sandbox,
-    vars: Vec<(String, String)>,
-}
-
-fn write(path: impl AsRef<Path>, text: &str) {
-    let path = path.as_ref();
-    fs::create_dir_all(path.parent().unwrap()).unwrap();
-    fs::write(path, text).unwrap();
-}
-
-fn program(path: &Path, body: &str) {
-    write(path, &format!("#!/bin/sh\n{body}\n"));
-    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
-}
-
-impl World {
-    fn sound() -> Self {
-        Self::with("0.7.4")
-    }
-
-    /// The real files of FlashInfer `version` that fi-arch reads, and packages that fit it.
-    fn with(version: &str) -> Self {
-        let world = Self::bare();
-        copy_flashinfer(version, &world.site().join("flashinfer"), "data");
-        world.record("flashinfer_python", version);
-        world.package("tvm_ffi", "apache_tvm_ffi", "0.1.15.post2");
-        world.torch("2.11.0+cu130", "'13.0'");
-        world
-    }
-
-    /// No package, a toolkit, and no GPU.
-    fn bare() -> Self {
-        let mut world = Self { sandbox: Sandbox::new(), vars: Vec::new() };
-        program(&world.sandbox.path("bin/nvidia-smi"), "exit 9");
-        let path = format!("{}:/usr/bin:/bin", world.sandbox.path("bin").display());
-        world.set("PATH", &path);
-        world.set("HOME", &world.sandbox.path("user").display().to_string());
-        world.set("CUDA_HOME", &toolkit::cuda_13_0().display().to_string());
-        world
-    }
-
-    fn site(&self) -> PathBuf {
-        self.sandbox.path("venv/lib/python3.11/site-packages")
-    }
-
-    fn set(&mut self, name: &str, value: &str) -> &mut Self {
-        self.vars.retain(|(known, _)| known != name);
-        self.vars.push((name.to_owned(), value.to_owned()));
-        self
-    }
-
-    fn unset(&mut self, name: &str) -> &mut Self {
-        self.vars.retain(|(known, _)| known != name);
-        self
-    }
-
-    fn record(&self, name: &str, version: &str) {
-        let text = format!("Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n\n");
-        write(self.site().join(format!("{name}-{version}.dist-info/METADATA")), &text);
-    }
-
-    fn package(&self, module: &str, name: &str, version: &str) {
-        write(self.site().join(module).join("__init__.py"), "raise SystemExit('doctor must not import')\n");
-        self.record(name, version);
-    }
-
-    fn torch(&self, version: &str, cuda: &str) {
-        let _ = fs::remove_dir_all(self.site().join("torch"));
-        write(self.site().join("torch/__init__.py"), "raise SystemExit('doctor must not import')\n");
-        write(self.site().join("torch/version.py"), &format!("__version__ = '{version}'\ncuda = {cuda}\n"));
-    }
-
-    fn remove(&self, name: &str) {
-        for entry in fs::read_dir(self.site()).unwrap().flatten() {
-            let file = entry.file_name().to_string_lossy().into_owned();
-            if file == name || file.starts_with(&format!("{name}-")) {
-                fs::remove_dir_all(entry.path()).unwrap();
-            }
-        }
-    }
-
-    fn gpu(&self, line: &str) {
-        program(&self.sandbox.path("bin/nvidia-smi"), &format!("echo '{line}'"));
-    }
-
-    /// A toolkit of which only nvcc's version is there.
-    fn fake_nvcc(&mut self, release: &str) -> PathBuf {
-        let root = self.sandbox.path(&format!("cuda-{release}"));
-        program(&root.join("bin/nvcc"), &format!("echo 'Cuda compilation tools, release {release}, V{release}.1'"));
-        self.set("CUDA_HOME", &root.display().to_string());
-        root
-    }
-
-    /// Where FlashInfer keeps what it compiled for `archs`.
-    fn cached(&self, version: &str, archs: &str) -> PathBuf {
-        self.sandbox.path(&format!("user/.cache/flashinfer/{version}/{archs}/cached_ops/trtllm_comm/trtllm_comm.so"))
-    }
-
-    fn run(&self, args: &[&str]) -> Ran {
-        let mut all = vec!["doctor", "--json"];
-        all.extend(args);
-        let mut command: Command = self.sandbox.command(&all);
-        for (name, _) in std::env::vars() {
-            if name.starts_with("FLASHINFER_") || name.starts_with("TORCH_") || name == "NVCC_CCBIN" || name.starts_with("LD_LIB")
-            {
-                command.env_remove(name);
-            }
-        }
-        Ran::of(command.envs(self.vars.iter().map(|(name, value)| (name, value))))
-    }
-
-    fn report(&self) -> Value {
-        self.run(&["--sm", "120"]).json()
-    }
-
-    /// The problem of that code, which must be there.
-    #[track_caller]
-    fn fails_with(&self, code: &str) -> Value {
-        let ran = self.run(&["--sm", "120"]).exits(1);
-        let report = ran.json();
-        assert_eq!(report["verdict"], "fail");
-        find(&report["problems"], code).unwrap_or_else(|| panic!("no {code} in {:#}", report["problems"]))
-    }
-
-    /// The note of that code, which must be there; it is no problem.
-    #[track_caller]
-    fn notes(&self, code: &str) -> Value {
-        let report = self.report();
-        assert_eq!(find(&report["problems"], code), None);
-        find(&report["notes"], code).unwrap_or_else(|| panic!("no {code} in {:#}", report["notes"]))
-    }
-}
-
-fn find(findings: &Value, code: &str) -> Option<Value> {
-    let found = findings.as_array().unwrap().iter().find(|finding| finding["code"] == code).cloned();
-    if let Some(finding) = &found {
-        for key in ["code", "message", "hint", "path", "line"] {
-            assert!(finding.get(key).is_some(), "{key} is missing in {finding}");
-        }
-    }
-    found
-}
-
-fn codes(findings: &Value) -> Vec<String> {
-    findings.as_array().unwrap().iter().map(|finding| finding["code"].as_str().unwrap().to_owned()).collect()
-}
-
-/// Copies what fi-arch reads of a real FlashInfer. `data` is where its data folder lies, relative to `package`.
-fn copy_flashinfer(version: &str, package: &Path, data: &str) {
-    let from = wheels::unpacked("flashinfer-python", version);
-    let tables = Tables::load();
-    let listed = tables.modules.iter().flat_map(|module| &module.files).map(String::as_str);
-    let others = ["flashinfer/__init__.py", "flashinfer/jit/env.py", "flashinfer/_build_meta.py"];
-    for path in listed.chain(RECIPE_FILES).chain(others) {
-        let inside = path.strip_prefix("flashinfer/").unwrap();
-        let to = match inside.strip_prefix("data/") {
-            Some(rest) => package.join(data).join(rest),
-            None => package.join(inside),
-        };
-        fs::create_dir_all(to.parent().unwrap()).unwrap();
-        fs::copy(from.join(path), &to).unwrap();
-    }
-}
+use crate::support::toolkit;
+use crate::support::world::{World, codes, copy_flashinfer, find, write};
 
 #[test]
 fn a_sound_environment_passes_quickly() {
@@ -554,15 +386,46 @@ fn what_if_says_of_a_release_what_its_files_say() {
 
 #[test]
 fn every_code_is_explained() {
+    /// Words with a dash in src/verify that are no codes.
+    const OTHERS: &[&str] = &[
+        "fi-arch",
+        "auto-enable",
+        "in-place",
+        "arch-list-",
+        "flashinfer-jit-cache",
+        "flashinfer-cubin",
+        "flashinfer-python",
+        "apache-tvm-ffi",
+        "no-code",
+        "python-",
+        "gate-closed",
+    ];
     let page = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/problems.md")).unwrap();
+    let explained: Vec<&str> = page.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next()).collect();
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/src/verify");
+    let mut codes = Vec::new();
     for entry in fs::read_dir(folder).unwrap().flatten() {
         let source = fs::read_to_string(entry.path()).unwrap();
-        for mark in ["Finding::new(\"", "Finding::of(\"", "Finding::new(\n                \"", "say(\""] {
-            for rest in source.split(mark).skip(1) {
-                let code = rest.split('"').next().unwrap();
-                assert!(page.contains(&format!("| `{code}` |")), "docs/problems.md does not explain {code}");
+        // The reader of command lines names programs and their options, and finds no problem.
+        if entry.file_name() == "command_line.rs" {
+            continue;
+        }
+        let source = source.split("#[cfg(test)]").next().unwrap();
+        for word in source.split('"').skip(1) {
+            let is_word = |part: &str| !part.is_empty() && part.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit());
+            if word.contains('-') && word.split('-').all(is_word) && !OTHERS.contains(&word) {
+                codes.push(word.to_owned());
             }
         }
+    }
+    for code in ["disabled", "required", "activated", "deterministic"].map(str::to_owned).iter().chain(&codes) {
+        assert!(explained.contains(&code.as_str()), "docs/problems.md does not explain {code}");
+    }
+    // And nothing is explained that is never found.
+    let all: String = fs::read_dir(folder).unwrap().flatten().map(|entry| fs::read_to_string(entry.path()).unwrap()).collect();
+    for code in
+        explained.iter().filter(|code| !code.contains("ID") && !code.starts_with("prebuilt-") && !code.starts_with("cached-"))
+    {
+        assert!(all.contains(&format!("\"{code}\"")), "docs/problems.md explains {code}, and nothing finds it");
     }
 }

@@ -17,3 +17,4 @@ mod support;
 mod survey;
 mod tables;
 mod toolchain;
+mod verify;

@@ -1,6 +1,8 @@
 //! What tests stand on: real wheels, a sandbox for the binary, and fakes for faults.
 
+pub mod activation;
 pub mod probes;
 pub mod sandbox;
 pub mod toolkit;
 pub mod wheels;
+pub mod world;
