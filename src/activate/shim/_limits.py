@@ -47,7 +47,11 @@ def _find_out():
         return _Answer(False, False, True)
     if overlay.mode != "in-place" and not _is_served(overlay):
         return _Answer(False, False, True)
-    capabilities, real = _gpu.of_process()
+    try:
+        capabilities, real = _gpu.of_process()
+    except RuntimeError:
+        # CUDA does not work here; whoever uses it will hear of it.
+        return _Answer(False, False, False)
     major_12 = any(major == 12 for major, _ in capabilities)
     return _Answer(_has_artifact(overlay, capabilities), major_12, real)
 
