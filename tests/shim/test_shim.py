@@ -641,12 +641,21 @@ class Run(Case):
     def test_the_next_sitecustomize_runs_as_python_would_run_it(self):
         site = self.site("run")
         theirs = site.write("sitecustomize.py", "import os\nos.environ['NCCL_X'] = __name__ + ' ' + __file__\nWHO = 'theirs'\n")
-        site.write("usercustomize.py", "raise AssertionError('not in a venv')\n")
         out = site.code("""
             import os, sitecustomize, flashinfer.jit.comm as c
             print(os.environ["NCCL_X"], sitecustomize.WHO, sitecustomize.__spec__.name, c.gate())
         """, **GPU)
         self.assertEqual(out, "sitecustomize %s theirs sitecustomize [9, 10, 12]" % theirs)
+
+    def test_a_usercustomize_runs_as_ever(self):
+        site = self.site("run")
+        site.write("usercustomize.py", "import os\nos.environ['USER_X'] = __name__\n")
+        site.write("sitecustomize.py", "import os\nos.environ['SITE_X'] = __name__\n")
+        # Outside of a virtual environment, with this folder as the user's own.
+        site.python = getattr(sys, "_base_executable", sys.executable)
+        home = {"PYTHONHOME": os.environ["PYTHONHOME"]} if "PYTHONHOME" in os.environ else {}
+        code = "import os, flashinfer.jit.comm as c; print(os.environ['USER_X'], os.environ['SITE_X'], c.gate())"
+        self.assertEqual(site.code(code, PYTHONUSERBASE=site.dir, **home), "usercustomize sitecustomize [9, 10, 12]")
 
     def test_an_error_of_theirs_is_reported_as_ever(self):
         site = self.site("run")
