@@ -14,6 +14,12 @@ pub const FI_ARCH_FAULT: &str = "FI_ARCH_FAULT";
 pub const FI_ARCH_LOG: &str = "FI_ARCH_LOG";
 /// Caps the memory that compile jobs may plan with, in MiB. A cgroup limit is seen without it.
 pub const FI_ARCH_MEMORY_MIB: &str = "FI_ARCH_MEMORY_MIB";
+/// Read by the shim in Python, not by the program: set to anything but nothing and `0`, nothing of an activation is in force
+/// in that process.
+pub const FI_ARCH_DISABLE: &str = "FI_ARCH_DISABLE";
+/// Read by the shim in Python, not by the program: set to anything but nothing and `0`, a process that imports FlashInfer or an
+/// engine ends with exit code 3 where anything is not as it was verified.
+pub const FI_ARCH_REQUIRE: &str = "FI_ARCH_REQUIRE";
 /// A CUDA toolkit, as every CUDA project reads it.
 pub const CUDA_HOME: &str = "CUDA_HOME";
 /// The other common name of `CUDA_HOME`; FlashInfer reads it second.

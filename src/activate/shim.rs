@@ -15,12 +15,19 @@ pub const FILES: &[(&str, &str)] = &[
 
 /// The name of [`PTH`] in site-packages.
 pub const PTH_FILE: &str = "fi_arch_shim.pth";
-/// Starts the shim on every Python. Python 3.15 and later skip it where [`START`] stands beside it.
+/// Starts the shim. Python wants one line that begins with `import`; this one says by itself what is wrong with a damaged
+/// package, and nothing where the package is gone. What it does then stands in it as text, so that no start has to compile it.
 pub const PTH: &str = include_str!("shim/fi_arch_shim.pth");
 
+/// The first Python that starts the shim by [`START`] alone: it takes no notice of [`PTH`]'s line any more.
+///
+/// Python 3.15 to 3.17 take either, and skip [`PTH`] where [`START_FILE`] stands beside it. For them [`PTH`] is the better
+/// one: to find the function that [`START`] names, Python imports `pkgutil`, which costs each of its starts 7 ms (measured
+/// with 3.15.2), and it tells of a damaged package with a traceback.
+pub const START_SINCE: (u32, u32) = (3, 18);
 /// The name of [`START`] in site-packages. It must be that of [`PTH_FILE`] but for the ending.
 pub const START_FILE: &str = "fi_arch_shim.start";
-/// Starts the shim on Python 3.15 and later (PEP 829); older ones take no notice.
+/// Starts the shim by PEP 829. Python before 3.15 takes no notice of it.
 pub const START: &str = include_str!("shim/fi_arch_shim.start");
 
 /// The name of [`SITECUSTOMIZE`] in its folder.

@@ -12,6 +12,7 @@ mod judge;
 mod overlay;
 mod provision;
 mod scan;
+mod shim;
 mod store;
 mod support;
 mod survey;

@@ -60,9 +60,11 @@ def in_force():
     return _ask("in_force", False)
 
 
-# What `admits` answers from: None before the first answer, then the most tokens by number of ranks. Empty: nothing.
+# What `admits` and `oneshot` answer from, for they are asked in every layer: limits by number of ranks. None before the first
+# answer of a GPU. A number of ranks that is not there is not admitted, or has no limit of its own.
 _most_tokens = None
 _most_tokens_of_any = 0
+_oneshot_tokens = {}
 
 
 def admits(tokens=None, ranks=None):
@@ -70,21 +72,21 @@ def admits(tokens=None, ranks=None):
     most = _most_tokens
     if most is None:
         most = _learn_limits()
-    if ranks is None:
-        limit = _most_tokens_of_any
-    else:
-        limit = most.get(ranks, 0)
+    limit = _most_tokens_of_any if ranks is None else most.get(ranks, 0)
     return limit > 0 and (tokens is None or tokens <= limit)
+
+
+def oneshot(tokens, ranks, default):
+    """Whether the policy wants one-shot; `default` where it is silent or not in force."""
+    if _most_tokens is None:
+        _learn_limits()
+    limit = _oneshot_tokens.get(ranks)
+    return default if limit is None else tokens <= limit
 
 
 def workspace_tokens(default):
     """The policy's number of tokens for an engine's workspace; `default` where it is silent or not in force."""
     return _ask("workspace_tokens", default, default)
-
-
-def oneshot(tokens, ranks, default):
-    """Whether the policy wants one-shot; `default` where it is silent or not in force."""
-    return _ask("oneshot", default, tokens, ranks, default)
 
 
 def is_set(name):
@@ -105,8 +107,8 @@ def _ask(question, otherwise, *args):
 
 
 def _learn_limits():
-    global _most_tokens, _most_tokens_of_any
-    most, final = _ask("most_tokens", ({}, True))
+    global _most_tokens, _most_tokens_of_any, _oneshot_tokens
+    most, _oneshot_tokens, final = _ask("by_ranks", ({}, {}, True))
     _most_tokens_of_any = max(most.values(), default=0)
     if final:
         _most_tokens = most

@@ -67,7 +67,7 @@ def load(overlay, artifact, capability):
     module, path = artifact["module"], _overlay.artifact_path(artifact)
     try:
         if path not in _sound:
-            _overlay.check_artifact(artifact)
+            _overlay.check_artifact(artifact, overlay.mode)
             _sound.add(path)
         why = unfit(artifact)
     except _overlay.Wrong as wrong:
@@ -88,17 +88,12 @@ def missing(overlay, module, capability):
     return failure(overlay, module, capability, "no artifact fits (there is %s)" % (", ".join(have) or "none"))
 
 
-def failure(overlay, module, capability, why):
+def failure(overlay, module, capability, why, how=None):
     """The one error of a module that cannot be had. From here on nothing is in force."""
     from . import _limits
 
-    said = "fi-arch: FlashInfer's %s for SM %d.%d: %s. To cure it: %s" % (
-        module,
-        capability[0],
-        capability[1],
-        why,
-        cure(overlay, capability),
-    )
+    to_cure = "To cure it: %s" % (how or cure(overlay, capability))
+    said = "fi-arch: FlashInfer's %s for SM %d.%d: %s. %s" % (module, capability[0], capability[1], why, to_cure)
     overlay.closed = said
     _limits.forget()
     if is_set("FI_ARCH_REQUIRE"):

@@ -4,6 +4,8 @@ import os
 import re
 import sys
 
+DRIVER = "/proc/driver/nvidia/version"
+
 
 def of_process(context=None):
     """The compute capabilities that this process works for, and whether they are those of a GPU: with CUDA that of the
@@ -33,7 +35,7 @@ def _capability(target):
 def driver():
     """The version of the NVIDIA driver, such as `580.65.06`; None where there is none."""
     try:
-        with open(os.environ.get("FI_ARCH_TEST_DRIVER", "/proc/driver/nvidia/version")) as file:
+        with open(DRIVER) as file:
             found = re.search(r"^NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", file.read(), re.M)
     except OSError:
         return None

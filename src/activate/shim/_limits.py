@@ -27,6 +27,7 @@ def forget():
     _kept = _Answer(False, False, True)
     fi_arch_shim._most_tokens = {}
     fi_arch_shim._most_tokens_of_any = 0
+    fi_arch_shim._oneshot_tokens = {}
 
 
 def _answer():
@@ -47,7 +48,11 @@ def _find_out():
         return _Answer(False, False, True)
     if overlay.mode != "in-place" and not _is_served(overlay):
         return _Answer(False, False, True)
-    capabilities, real = _gpu.of_process()
+    try:
+        capabilities, real = _gpu.of_process()
+    except RuntimeError:
+        # CUDA does not work here; whoever uses it will hear of it.
+        return _Answer(False, False, False)
     major_12 = any(major == 12 for major, _ in capabilities)
     return _Answer(_has_artifact(overlay, capabilities), major_12, real)
 
@@ -78,23 +83,15 @@ def _policy():
     return _overlay.judged().state["policy"] if answer.in_force and answer.major_12 else None
 
 
-def most_tokens():
-    """The most tokens by number of ranks, and whether that is the last word."""
+def by_ranks():
+    """The most tokens and the most one-shot tokens by number of ranks, and whether that is the last word."""
     policy = _policy()
-    most = {}
-    for ranks in policy["ranks"] if policy else []:
-        most[ranks["count"]] = ranks.get("max_tokens", sys.maxsize)
-    return most, _kept is not None
+    ranks = policy["ranks"] if policy else []
+    most = {limits["count"]: limits.get("max_tokens", sys.maxsize) for limits in ranks}
+    oneshot = {limits["count"]: limits["oneshot_tokens"] for limits in ranks if "oneshot_tokens" in limits}
+    return most, oneshot, _kept is not None
 
 
 def workspace_tokens(default):
     policy = _policy()
     return policy.get("workspace_tokens", default) if policy else default
-
-
-def oneshot(tokens, ranks, default):
-    policy = _policy()
-    for limits in policy["ranks"] if policy else []:
-        if limits["count"] == ranks and "oneshot_tokens" in limits:
-            return tokens <= limits["oneshot_tokens"]
-    return default

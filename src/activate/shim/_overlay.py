@@ -19,6 +19,8 @@ class Wrong(Exception):
     def __init__(self, path, what, cure):
         super().__init__("%s %s; %s" % (path, what, cure))
         self.path = path
+        self.what = what
+        self.cure = cure
 
 
 class File:
@@ -56,14 +58,14 @@ class File:
                 "drifted": "is not the file that was recorded for %s (upgraded, or edited?)",
                 "missing": "is gone; it was recorded for %s",
             }[self.state]
-            raise Wrong(self.path, what % whose, "`fi-arch verify` shows all, `fi-arch install` activates anew")
+            raise Wrong(self.path, what % whose, "`fi-arch verify` shows all, %s" % anew(mode))
         if self.edited and mode != "in-place":
             try:
                 digest = sha256_of(self.overlay)
             except OSError as error:
-                raise Wrong(self.overlay, "cannot be read (%s)" % error.strerror, "`fi-arch install` puts it back")
+                raise Wrong(self.overlay, "cannot be read (%s)" % error.strerror, anew(mode))
             if digest != self.record["post"]:
-                raise Wrong(self.overlay, "was altered", "`fi-arch install` puts it back")
+                raise Wrong(self.overlay, "was altered", anew(mode))
 
 
 class Overlay:
@@ -98,7 +100,7 @@ class Overlay:
             self._judge_package(package)
         for artifact in self.state["artifacts"]:
             try:
-                check_artifact(artifact)
+                check_artifact(artifact, self.mode)
             except Wrong as wrong:
                 self.bad_artifacts[artifact["file"]] = str(wrong)
                 self.wrong.append(wrong)
@@ -188,9 +190,16 @@ def quiet():
     _quiet = True
 
 
+def anew(mode):
+    """What puts everything right again."""
+    if mode == "run":
+        return "start again with `fi-arch run`"
+    return "`fi-arch install%s` activates anew" % (" --in-place" if mode == "in-place" else "")
+
+
 def read_state():
     """The contents of `state.json`, or `Wrong`."""
-    cure = "`fi-arch install` writes it anew"
+    cure = anew(None)
     try:
         with open(STATE, "rb") as file:
             state = json.loads(file.read().decode("utf-8"))
@@ -209,10 +218,10 @@ def read_state():
     return state
 
 
-def check_artifact(artifact):
+def check_artifact(artifact, mode):
     """Raises `Wrong` where an artifact is not the file that was recorded."""
     path = artifact_path(artifact)
-    cure = "`fi-arch install` puts it back"
+    cure = anew(mode)
     try:
         size = os.stat(path).st_size
         if artifact.get("bytes") is not None and size != artifact["bytes"]:

@@ -14,12 +14,12 @@ OURS_ONLY = 12
 
 def serve(module, generator):
     """`generator`, whose specs hand out the artifact of `module`."""
-    overlay = _overlay.judged()
     if is_set("FI_ARCH_REQUIRE"):
         # In place nothing of ours is in the way of an import before this one.
         from . import _require
 
         _require.enforce()
+    overlay = _overlay.judged()
 
     @functools.wraps(generator)
     def served(*args, **kwargs):
@@ -30,81 +30,106 @@ def serve(module, generator):
 
 def _spec(overlay, module, generate, generator):
     context = getattr(generator, "__globals__", {}).get("current_compilation_context")
-    capabilities, real = _gpu.of_process(context)
+    capabilities, _ = _gpu.of_process(context)
     concerned = [capability for capability in capabilities if capability[0] in JIT_MAJORS + (OURS_ONLY,)]
-    if not concerned:
-        return generate()
-    if is_set("FI_ARCH_DISABLE"):
-        return _disabled(module, capabilities, generate)
+    if not concerned or is_set("FI_ARCH_DISABLE"):
+        return _behind_the_gate(context, generate)
     if not overlay.ok:
-        raise _artifacts.failure(overlay, module, concerned[0], "nothing is in force: %s" % overlay.wrong[0])
+        wrong = overlay.wrong[0]
+        raise _artifacts.failure(overlay, module, concerned[0], "%s %s" % (wrong.path, wrong.what), wrong.cure)
 
     found = _artifacts.fitting(overlay, module, concerned)
     if found is not None:
-        return _from_artifact(overlay, module, generate, found[1], lambda: found[0])
+        return _from_artifact(generate, _Source(overlay, module, found[1], found[0]))
     jit = [capability for capability in concerned if capability[0] in JIT_MAJORS]
     if jit:
         if is_set("FI_ARCH_REQUIRE"):
             raise _artifacts.missing(overlay, module, jit[0])
-        return _repaired(overlay, module, generate())
+        return _repaired(overlay, _behind_the_gate(context, generate))
     if overlay.state["on_miss"] != "build":
         raise _artifacts.missing(overlay, module, concerned[0])
-    return _from_artifact(overlay, module, generate, concerned[0], functools.lru_cache(None)(
-        lambda: _artifacts.build(overlay, module, concerned[0])
-    ))
+    return _from_artifact(generate, _Source(overlay, module, concerned[0], None))
 
 
-def _disabled(module, capabilities, generate):
-    """In place the gate is open on disk: for SM 12.x it is closed here, as it is without us."""
-    if all(major == OURS_ONLY for major, _ in capabilities):
-        raise RuntimeError("fi-arch: FI_ARCH_DISABLE is set, and FlashInfer by itself has no %s for SM 12.x" % module)
-    return generate()
+def _behind_the_gate(context, generate):
+    """What the generator makes where its gate is as it was: SM 12.x is no target of it."""
+    targets = getattr(context, "TARGET_CUDA_ARCHS", None)
+    if targets is None:
+        return generate()
+    context.TARGET_CUDA_ARCHS = {target for target in targets if int(target[0]) != OURS_ONLY}
+    try:
+        return generate()
+    finally:
+        context.TARGET_CUDA_ARCHS = targets
 
 
-def _from_artifact(overlay, module, generate, capability, artifact):
+class _Source:
+    """Where a module comes from: an artifact that is there, or one that is built when it is first wanted."""
+
+    def __init__(self, overlay, module, capability, artifact):
+        self.overlay = overlay
+        self.module = module
+        self.capability = capability
+        self.artifact = artifact
+
+    def make(self):
+        if self.artifact is None:
+            self.artifact = _artifacts.build(self.overlay, self.module, self.capability)
+        return self.artifact
+
+    def load(self):
+        return _artifacts.load(self.overlay, self.make(), self.capability)
+
+    def path(self):
+        """None where it is not there yet."""
+        return None if self.artifact is None else Path(_overlay.artifact_path(self.artifact))
+
+
+def _from_artifact(generate, source):
     """FlashInfer's own spec, that loads an artifact and compiles nothing."""
     try:
         spec = generate()
     except Exception:
         # Without an nvcc that knows SM 12.x, FlashInfer has no targets and makes no spec. Ours needs no nvcc.
-        spec = _Bare(module)
+        spec = _Bare(source.module)
 
     class FromArtifact(type(spec)):
-        """A spec whose module is there already."""
+        """A spec whose module is there already: whatever would load one or look for one gets ours."""
 
         def build_and_load(self):
-            return _artifacts.load(overlay, artifact(), capability)
+            return source.load()
 
         def try_load(self):
-            return self.build_and_load()
+            return source.load()
 
         def load(self, so_path=None):
-            return self.build_and_load()
+            return source.load()
 
         def build(self, *args, **kwargs):
-            artifact()
+            source.make()
 
         def write_ninja(self):
-            raise RuntimeError("fi-arch: %s is loaded from fi-arch's artifact, and not compiled here" % module)
+            said = "fi-arch: %s is loaded from fi-arch's artifact, and not compiled here; FI_ARCH_DISABLE=1 gives FlashInfer's own"
+            raise RuntimeError(said % source.module)
 
         def get_library_path(self):
-            return self.aot_path
+            return source.path() or super().get_library_path()
 
         @property
         def aot_path(self):
-            return Path(_overlay.artifact_path(artifact()))
+            return source.path() or super().aot_path
 
         @property
         def jit_library_path(self):
-            return self.aot_path
+            return source.path() or super().jit_library_path
 
         @property
         def is_aot(self):
-            return True
+            return source.path() is not None
 
         @property
         def is_compiled(self):
-            return self.aot_path.exists()
+            return source.path() is not None
 
     spec.__class__ = FromArtifact
     return spec
@@ -120,15 +145,22 @@ class _Bare:
         self.name = name
         self.sources = []
 
+    def get_library_path(self):
+        return self.aot_path
 
-def _repaired(overlay, module, spec):
+    @property
+    def aot_path(self):
+        return Path(self.name + ".so")
+
+    jit_library_path = aot_path
+
+
+def _repaired(overlay, spec):
     """FlashInfer's own spec, that compiles the overlay's sources against the overlay's headers."""
     edited = {file.record["path"]: file for file in overlay.files if file.edited and file.record["path"].startswith("flashinfer/")}
     # A name of its own, so that nothing that was compiled from other sources is taken.
     posts = "".join("%s %s\n" % (path, edited[path].record["post"]) for path in sorted(edited))
     spec.name = "%s_fi_arch_%s" % (spec.name, hashlib.sha256(posts.encode()).hexdigest()[:8])
-    # SM 12.x has its artifact or nothing. Beside another GPU it is not compiled along.
-    spec.extra_cuda_cflags = [flag for flag in spec.extra_cuda_cflags if not _is_for_12(flag)]
     if overlay.mode != "in-place":
         data = os.path.join(_overlay.HERE, "overlay", "flashinfer", "data")
         by_path = {os.path.realpath(file.path): file.overlay for file in edited.values()}
@@ -148,6 +180,3 @@ def _repaired(overlay, module, spec):
     spec.__class__ = Repaired
     return spec
 
-
-def _is_for_12(flag):
-    return flag.startswith("-gencode=") and "compute_12" in flag
