@@ -8,6 +8,7 @@ mod inspect;
 mod install;
 mod output;
 mod progress;
+mod retarget;
 mod scan;
 mod selection;
 mod tables;
@@ -16,6 +17,7 @@ mod uninstall;
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
+use crate::build::retarget::VERB as RETARGET;
 use crate::env;
 use crate::error::{Error, Result};
 use crate::exit::Exit;
@@ -58,6 +60,8 @@ enum Verb {
     Scan(scan::Args),
     Cache(cache::Args),
     Tables(tables::Args),
+    #[command(name = RETARGET, hide = true)]
+    Retarget(retarget::Args),
 }
 
 /// Runs the command line of this process and says how it ended. Never panics outwards.
@@ -100,6 +104,7 @@ fn dispatch(verb: Verb, output: &Output) -> Result<Exit> {
         Verb::Scan(args) => scan::run(args, output),
         Verb::Cache(args) => cache::run(args, output),
         Verb::Tables(args) => tables::run(args, output),
+        Verb::Retarget(args) => Err(retarget::run(args)),
     }
 }
 
