@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! <build folder>/
-//!   data, tvm_ffi, cuda, …   links to what is installed
+//!   data, tvm_ffi, cuda, …   links to what is installed (`cuda` is a folder where code is moved to another GPU)
 //!   overlay/                 the overlay's files, written out
 //!   obj/ keep/ tmp/ logs/    what the compilers write
 //! ```
