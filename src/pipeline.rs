@@ -3,6 +3,7 @@
 mod bundle;
 mod explain;
 mod gc;
+mod unstored;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -16,6 +17,7 @@ use crate::build::compile::{self, JobStatus};
 use crate::build::consumer::Consumer;
 use crate::build::plan::{self, Plan};
 use crate::build::provision::{self, Mode};
+use crate::build::retarget::Retarget;
 use crate::build::toolchain::{self, Cudart, HostCompiler, Toolkit};
 use crate::build::{limits, view};
 use crate::cancel;
@@ -36,6 +38,7 @@ use crate::target::{self, CudaVersion, Target};
 pub use bundle::{Exported, Imported, export, import, open as open_bundle};
 pub use explain::{Change, Explanation};
 pub use gc::{Freed, gc};
+pub use unstored::{Unstored, build_into};
 
 /// The version of the way in which builds are done, beyond what commands and contents say. Part of every key.
 const PLAN_FORMAT: &str = "fi-arch plan 1";
@@ -55,8 +58,10 @@ pub struct Request {
     pub mode: Mode,
     /// Say why the store's answer is what it is.
     pub explain: bool,
-    /// The gate edit alone. Shows what a one-line edit gives; the judge refuses it.
-    pub gate_only: bool,
+    /// The edits of these defects alone, by id. Shows what a part of the overlay gives; it is never stored.
+    pub only: Option<Vec<String>>,
+    /// The GPU that the code is to run on, where it is not the target. For tests.
+    pub run_on: Option<target::Request>,
 }
 
 /// What happens on the way, for a display.
@@ -85,7 +90,11 @@ pub struct Prepared {
     pub cudart: Cudart,
     pub host: HostCompiler,
     pub target: Target,
+    /// Where the code is to run on another GPU than the target.
+    pub retarget: Option<Retarget>,
     pub overlay: Overlay,
+    /// The ids of the defects that this FlashInfer has and that the request leaves as they are.
+    pub left_out: Vec<String>,
     pub plan: Plan,
     /// The key of everything known before compiling.
     pub request: Key,
@@ -127,12 +136,7 @@ impl Context {
 pub fn build(request: &Request, context: &Context, observe: Observer) -> Result<Built> {
     let started = Instant::now();
     let prepared = prepare(request, context, observe)?;
-    if let Some(why) = misfit(&prepared.flashinfer, &prepared.tvm_ffi) {
-        // Its headers are compiled in, and its library is called: another version fails after minutes, or later.
-        return Err(Error::unsupported("this FlashInfer and this apache-tvm-ffi do not fit each other").because(why).hint(
-            format!("install one that fits where FlashInfer is; the one found is {}", prepared.tvm_ffi.package.display()),
-        ));
-    }
+    check_fit(&prepared)?;
     let store = Store::open(&context.home)?;
     let why = |hit: Option<&Entry>| request.explain.then(|| explain::explain(&prepared, &store, hit, &context.memo));
     if let Some(entry) = look_up(&prepared, &store, &context.memo)? {
@@ -247,12 +251,24 @@ pub fn edits(request: &Request, context: &Context, observe: Observer) -> Result<
 }
 
 fn overlay_of(module: &'static Module, flashinfer: &FlashInfer, request: &Request, observe: Observer) -> Result<Overlay> {
-    let options = overlay::Options { gate_only: request.gate_only, ..Default::default() };
+    let options = overlay::Options { only: request.only.as_deref(), ..Default::default() };
     let overlay = overlay::compute(&flashinfer.package, module, &flashinfer.version, &options)?;
     for warning in &overlay.warnings {
         observe(Event::Warning(warning.clone()));
     }
     Ok(overlay)
+}
+
+/// The ids of the defects that `request` leaves as they are, although this FlashInfer has them.
+fn left_out(module: &'static Module, flashinfer: &FlashInfer, overlay: &Overlay, request: &Request) -> Result<Vec<String>> {
+    if request.only.is_none() {
+        return Ok(Vec::new());
+    }
+    let whole = overlay::compute(&flashinfer.package, module, &flashinfer.version, &overlay::Options::default())?;
+    let done = |id: &String| overlay.edits.iter().any(|edit| edit.id == *id);
+    let mut ids: Vec<String> = whole.edits.into_iter().map(|edit| edit.id).filter(|id| !done(id)).collect();
+    ids.dedup();
+    Ok(ids)
 }
 
 /// A build as far as it is known without fetching a toolkit or compiling.
@@ -261,6 +277,8 @@ pub struct DryRun {
     pub flashinfer: FlashInfer,
     pub overlay: Overlay,
     pub target: Target,
+    /// The GPU that the code is to run on, where it is not the target.
+    pub run_on: Option<Target>,
     /// Who will load the artifact, where that is known.
     pub consumer: Option<Consumer>,
     /// `shared` or `static`.
@@ -305,11 +323,12 @@ pub fn dry_run(request: &Request, context: &Context, observe: Observer) -> Resul
         }
     };
     let target = request.target.resolve(version)?;
+    let run_on = request.run_on.map(|run_on| run_on.resolve(version)).transpose()?;
     if !would_fetch.is_empty() {
-        let min_driver = tables::min_driver(version, target);
+        let min_driver = tables::min_driver(version, run_on.unwrap_or(target));
         let cudart = if consumer.as_ref().is_none_or(|one| one.cuda.major == version.major) { "shared" } else { "static" };
         let flashinfer = ground.flashinfer;
-        return Ok(DryRun { flashinfer, overlay, target, consumer, cudart, min_driver, planned: None, would_fetch });
+        return Ok(DryRun { flashinfer, overlay, target, run_on, consumer, cudart, min_driver, planned: None, would_fetch });
     }
     let prepared = prepare_on(ground, overlay, module, &offline, context, observe)?;
     if let Some(why) = misfit(&prepared.flashinfer, &prepared.tvm_ffi) {
@@ -321,7 +340,7 @@ pub fn dry_run(request: &Request, context: &Context, observe: Observer) -> Resul
     context.memo.save();
     let Prepared { flashinfer, overlay, plan, request, min_driver, cudart, .. } = prepared;
     let (cudart, planned) = (cudart.word(), Some(Planned { plan, request, entry, explanation }));
-    Ok(DryRun { flashinfer, overlay, target, consumer, cudart, min_driver, planned, would_fetch })
+    Ok(DryRun { flashinfer, overlay, target, run_on, consumer, cudart, min_driver, planned, would_fetch })
 }
 
 fn wanted(request: &Request) -> impl Fn(CudaVersion) -> Result<()> + use<> {
@@ -351,7 +370,10 @@ fn prepare_on(
     let cudart = toolkit.cudart_for(ground.consumer.as_ref()).map_err(|why| unfit_toolkit(&toolkit.root, why))?;
     let host = toolchain::host_compiler(memo)?;
     let target = request.target.resolve(toolkit.version)?;
+    let run_on = request.run_on.map(|run_on| run_on.resolve(toolkit.version)).transpose()?;
+    let retarget = run_on.map(|run_on| Retarget::new(&toolkit, target, run_on)).transpose()?;
     let flashinfer = ground.flashinfer;
+    let left_out = left_out(module, &flashinfer, &overlay, request)?;
     let recipe: &Recipe = Tables::load().recipe_for(&flashinfer.package, &flashinfer.version)?;
     let consumer = ground.consumer;
     let cxx11_abi = consumer.as_ref().and_then(|consumer| consumer.cxx11_abi).unwrap_or(true);
@@ -366,6 +388,7 @@ fn prepare_on(
         cudart: &cudart,
         host: &host,
         target,
+        retarget: retarget.as_ref(),
     };
     let plan = plan::plan(&inputs)?;
     let sources = plan
@@ -373,7 +396,7 @@ fn prepare_on(
         .iter()
         .map(|source| contents(&plan.view.locate(&source.path), &plan, &overlay))
         .collect::<Result<Vec<_>>>()?;
-    let min_driver = tables::min_driver(toolkit.version, target);
+    let min_driver = tables::min_driver(toolkit.version, run_on.unwrap_or(target));
     let mut prepared = Prepared {
         module,
         flashinfer,
@@ -383,7 +406,9 @@ fn prepare_on(
         cudart,
         host,
         target,
+        retarget,
         overlay,
+        left_out,
         plan,
         request: Fields::new(PLAN_FORMAT).key(),
         fields: Fields::new(PLAN_FORMAT),
@@ -440,6 +465,14 @@ pub fn outside_of_range(flashinfer: &str, tvm_ffi: &str) -> Option<String> {
     (!range.contains(&version)).then(outside)
 }
 
+/// Its headers are compiled in, and its library is called: another version fails after minutes, or later.
+fn check_fit(prepared: &Prepared) -> Result<()> {
+    let Some(why) = misfit(&prepared.flashinfer, &prepared.tvm_ffi) else { return Ok(()) };
+    Err(Error::unsupported("this FlashInfer and this apache-tvm-ffi do not fit each other")
+        .because(why)
+        .hint(format!("install one that fits where FlashInfer is; the one found is {}", prepared.tvm_ffi.package.display())))
+}
+
 fn fetched_toolkit(root: &Path, memo: &Memo) -> Result<Toolkit> {
     toolchain::at(root, "fetched wheels", memo).map_err(|why| unfit_toolkit(root, why))
 }
@@ -472,7 +505,7 @@ fn toolkit(ground: &Ground, request: &Request, context: &Context, observe: Obser
 
 /// Everything that is known before compiling: commands, tools, sources, overlay. Contents and modes, no paths.
 fn request_fields(prepared: &Prepared, memo: &Memo) -> Result<Fields> {
-    let Prepared { module, tvm_ffi, toolkit, cudart, host, target, overlay, plan, sources, cxx11_abi, .. } = prepared;
+    let Prepared { module, tvm_ffi, toolkit, cudart, host, target, retarget, overlay, plan, sources, cxx11_abi, .. } = prepared;
     let mut fields = Fields::new(PLAN_FORMAT);
     fields
         .text("judge", judge::RULES)
@@ -483,6 +516,9 @@ fn request_fields(prepared: &Prepared, memo: &Memo) -> Result<Fields> {
         .text("cudart", cudart.word())
         .text("nvcc", &toolkit.full_version)
         .text("host compiler", &host.version);
+    if let Some(retarget) = retarget {
+        fields.text("run on", &retarget.to.to_string()).digest("retarget", retarget.rules());
+    }
     for command in plan.commands() {
         for word in command {
             fields.text("word", word);
@@ -563,7 +599,29 @@ fn compile_and_publish(
     started: Instant,
     observe: Observer,
 ) -> Result<Entry> {
-    let Prepared { plan, toolkit, cudart, host, target, .. } = prepared;
+    let inputs = compile(request, prepared, context, dir, observe)?;
+    observe(Event::Step("judging".to_owned()));
+    let artifact = dir.join(&prepared.plan.artifact);
+    let inventory = cubin::read(&artifact)?;
+    let verdict = judge_it(prepared, &inventory)?;
+    if !verdict.passed() {
+        return Err(refusal(prepared, &verdict.faults));
+    }
+    if !prepared.left_out.is_empty() {
+        // What is wrong in it need not show in the machine code.
+        return Err(Error::refused(format!("an artifact with a part of the edits is not stored: {}", prepared.module.name))
+            .because(format!("left out: {}", prepared.left_out.join(", "))));
+    }
+    let key = inputs.key();
+    let manifest = manifest(prepared, &key, &inventory, &verdict, &artifact, started)?;
+    let entry = store.publish(&key, &artifact, &manifest, Some(&inputs))?;
+    store.remember_closure(&prepared.request, &inputs.closure())?;
+    Ok(entry)
+}
+
+/// Compiles and links in `dir`, and returns everything that the compilers read.
+fn compile(request: &Request, prepared: &Prepared, context: &Context, dir: &Path, observe: Observer) -> Result<Inputs> {
+    let Prepared { plan, toolkit, cudart, host, target, retarget, .. } = prepared;
     fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, e))?;
     check_disk(dir, plan.sources.len())?;
     plan.view.lay_out(dir, &prepared.overlay)?;
@@ -577,8 +635,9 @@ fn compile_and_publish(
 
     let jobs = limits::jobs(plan.sources.len(), request.jobs);
     observe(Event::Step(format!(
-        "compiling {} for {target}: {} sources, {} at once ({})",
+        "compiling {} for {target}{}: {} sources, {} at once ({})",
         prepared.module.name,
+        retarget.as_ref().map_or(String::new(), |retarget| format!(", to run on {}", retarget.to)),
         plan.sources.len(),
         jobs.count,
         jobs.reason
@@ -593,20 +652,7 @@ fn compile_and_publish(
 
     let files = closure::read(&plan.depfiles(dir), &plan.view)?;
     unchanged_since(&begun, &files, plan)?;
-    let inputs = inputs(prepared, &files, &context.memo)?;
-    let key = inputs.key();
-
-    observe(Event::Step("judging".to_owned()));
-    let artifact = dir.join(&plan.artifact);
-    let inventory = cubin::read(&artifact)?;
-    let verdict = judge_it(prepared, &inventory)?;
-    if !verdict.passed() {
-        return Err(refusal(prepared, &verdict.faults));
-    }
-    let manifest = manifest(prepared, &key, &inventory, &verdict, &artifact, started, request)?;
-    let entry = store.publish(&key, &artifact, &manifest, Some(&inputs))?;
-    store.remember_closure(&prepared.request, &inputs.closure())?;
-    Ok(entry)
+    inputs(prepared, &files, &context.memo)
 }
 
 /// The moment before the compilers start, by the clock of the build folder's file system.
@@ -637,7 +683,7 @@ const DRIVER: &str = "libcuda.so.1";
 
 /// Judges an artifact against the module's rules and the libraries that will own its symbols.
 fn judge_it(prepared: &Prepared, inventory: &cubin::Inventory) -> Result<Verdict> {
-    let Prepared { module, tvm_ffi, toolkit, host, target, sources, .. } = prepared;
+    let Prepared { module, tvm_ffi, toolkit, host, target, retarget, sources, .. } = prepared;
     let cudart = cudart_of_consumer(prepared)?;
     let mut owners = Vec::new();
     let mut own = |name: &str, path: &Path| -> Result<()> {
@@ -659,7 +705,7 @@ fn judge_it(prepared: &Prepared, inventory: &cubin::Inventory) -> Result<Verdict
     Ok(judge::judge(
         inventory,
         &Expectation {
-            target: *target,
+            target: retarget.as_ref().map_or(*target, |retarget| retarget.to),
             exports: &exports,
             marks_required: module.dependency_marks == DependencyMarks::Required,
             launched_plainly: &module.launched_plainly,
@@ -713,7 +759,6 @@ fn manifest(
     verdict: &Verdict,
     artifact: &Path,
     started: Instant,
-    request: &Request,
 ) -> Result<Manifest> {
     let bytes = fs::read(artifact).map_err(|e| Error::io("read", artifact, e))?;
     let linkage = inventory.linkage.as_ref().expect("an artifact without linkage does not pass the judge");
@@ -734,6 +779,7 @@ fn manifest(
         request: prepared.request,
         module: prepared.module.name.clone(),
         target: prepared.target.to_string(),
+        run_on: prepared.retarget.as_ref().map(|retarget| retarget.to.to_string()),
         flashinfer: prepared.flashinfer.version.clone(),
         tvm_ffi: prepared.tvm_ffi.version.clone(),
         artifact: FileRecord { file: prepared.plan.artifact.clone(), sha256: Digest::of(&bytes), bytes: bytes.len() as u64 },
@@ -748,7 +794,7 @@ fn manifest(
         created: store::timestamp(),
         fi_arch: env!("CARGO_PKG_VERSION").to_owned(),
         elapsed_s: started.elapsed().as_secs_f64(),
-        test_only: request.gate_only,
+        test_only: prepared.retarget.is_some(),
     })
 }
 

@@ -4,6 +4,7 @@
 //! space all break it at import. This parser takes them all, and prints one canonical form.
 
 use std::fmt;
+use std::str::FromStr;
 use std::sync::OnceLock;
 
 use serde::Deserialize;
@@ -80,6 +81,18 @@ impl Target {
     /// nvcc's flag for machine code of this target, and no PTX.
     pub fn gencode(&self) -> String {
         format!("-gencode=arch=compute_{0}{1},code=sm_{0}{1}", self.sm, self.suffix)
+    }
+}
+
+impl FromStr for Target {
+    type Err = Error;
+
+    /// Reads the canonical spelling alone, as in a manifest: `sm_120f`.
+    fn from_str(text: &str) -> Result<Self> {
+        match parse(text) {
+            Ok(Request { sm, suffix: Some(suffix), .. }) if Self { sm, suffix }.to_string() == text => Ok(Self { sm, suffix }),
+            _ => Err(Error::unsupported(format!("this fi-arch knows no target {}", text.escape_debug()))),
+        }
     }
 }
 

@@ -194,7 +194,8 @@ fn from_store(
             jobs: selection.jobs,
             mode: selection.network,
             explain: false,
-            gate_only: false,
+            only: None,
+            run_on: None,
         };
         let built = pipeline::build(&request, &context, observe)?;
         let entry = built.entry;

@@ -36,6 +36,10 @@ const HINTS: &[(&str, &str)] = &[
         "terminate called after throwing an instance of 'std::bad_alloc'",
         "the compiler ran out of memory: run again with --jobs 1",
     ),
+    (
+        "not supported on .target 'sm_90a'",
+        "sm_90a lacks this instruction; --run-on replaces the conversion to FP4 alone, so this code cannot be run there",
+    ),
     ("No such file or directory", "a header or tool is missing: the toolkit or the FlashInfer on this machine is incomplete"),
     ("catastrophic error", "the compiler gave up at the line above; the full log has its context"),
 ];

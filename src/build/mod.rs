@@ -7,6 +7,7 @@
 //! | `provision` | fetches pinned wheels where the machine lacks something |
 //! | `plan` | overlay + recipe + toolchain → the exact commands and the request key; pure |
 //! | `view` | the folder that a build runs in: fixed relative names for everything, so that no path reaches the product |
+//! | `retarget` | code of one target on a GPU of another, for tests |
 //! | `compile` | runs a plan: as many jobs as cores and memory allow, all ended on Ctrl-C |
 //! | `limits` | how many jobs the machine can carry |
 //! | `diagnose` | the first real error in a compiler's output, and what to do about it |
@@ -19,5 +20,6 @@ pub mod diagnose;
 pub mod limits;
 pub mod plan;
 pub mod provision;
+pub mod retarget;
 pub mod toolchain;
 pub mod view;

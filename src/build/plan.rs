@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use super::compile::Job;
+use super::retarget::Retarget;
 use super::toolchain::{Cudart, HostCompiler, Toolkit, link_flags};
 use super::view::{CUDA, CUDA_INCLUDE, CUDA_LIB, DATA, OVERLAY, TVM_FFI, View};
 use crate::error::{Error, Result};
@@ -30,6 +31,8 @@ pub struct Inputs<'a> {
     pub cudart: &'a Cudart,
     pub host: &'a HostCompiler,
     pub target: Target,
+    /// Where the code is to run on another GPU than the target. Changes no command: the view holds other programs.
+    pub retarget: Option<&'a Retarget>,
 }
 
 /// One translation unit.
@@ -77,7 +80,7 @@ pub fn plan(inputs: &Inputs) -> Result<Plan> {
             CUDA_LIB.to_owned()
         }
     };
-    let view = View::new(links);
+    let view = View::new(links).with_retarget(inputs.retarget);
 
     // The overlay comes first. Its headers name their neighbours as "../x.h", which resolves only through the folder that the
     // originals lie in. `-isystem` keeps the silence that FlashInfer's own flags give to these headers.

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! <build folder>/
-//!   data, tvm_ffi, cuda, …   links to what is installed
+//!   data, tvm_ffi, cuda, …   links to what is installed (`cuda` is a folder where code is moved to another GPU)
 //!   overlay/                 the overlay's files, written out
 //!   obj/ keep/ tmp/ logs/    what the compilers write
 //! ```
@@ -12,6 +12,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::closure::Located;
+use super::retarget::Retarget;
 use crate::error::{Error, Result};
 use crate::overlay::Overlay;
 
@@ -34,12 +35,19 @@ pub const HOST: &str = "host";
 #[derive(Debug, Clone)]
 pub struct View {
     links: Vec<(&'static str, PathBuf)>,
+    retarget: Option<Retarget>,
 }
 
 impl View {
     /// `links`: the name of each link and the folder it leads to.
     pub fn new(links: Vec<(&'static str, PathBuf)>) -> Self {
-        Self { links }
+        Self { links, retarget: None }
+    }
+
+    /// The same names, with a toolkit in which `retarget`'s programs stand.
+    #[must_use]
+    pub fn with_retarget(self, retarget: Option<&Retarget>) -> Self {
+        Self { retarget: retarget.cloned(), ..self }
     }
 
     /// Makes the folders and links of a build in `dir`, and writes the overlay's files.
@@ -50,6 +58,10 @@ impl View {
         }
         for (name, to) in &self.links {
             let link = dir.join(name);
+            if let Some(retarget) = self.retarget.as_ref().filter(|_| *name == CUDA) {
+                retarget.lay_out(&link, to)?;
+                continue;
+            }
             std::os::unix::fs::symlink(to, &link).map_err(|e| Error::io("create the link", &link, e))?;
         }
         overlay.write_to(&dir.join(OVERLAY))

@@ -14,7 +14,7 @@ use crate::cancel;
 use crate::error::{Error, Result};
 use crate::exit::Exit;
 use crate::overlay::Overlay;
-use crate::pipeline::{self, Built, Context, DryRun, Exported, Request};
+use crate::pipeline::{self, Built, Context, DryRun, Exported, Prepared, Request, Unstored};
 use crate::store::{self, Manifest};
 use crate::{survey, target};
 
@@ -75,6 +75,22 @@ pub struct Args {
     #[arg(long, conflicts_with = "dry_run")]
     show_edits: bool,
 
+    /// For tests: assemble the code of --sm for this GPU, which is at hand [known: 90]
+    ///
+    /// nvcc compiles exactly as for the target; of its PTX only the target's name is changed, and the conversion to FP4, which
+    /// Hopper lacks, is replaced by a sequence of other instructions. The artifact says so of itself: it is never installed or
+    /// exported, and no other build is answered with it.
+    #[arg(long, value_name = "TARGET", requires = "sm", conflicts_with_all = ["export", "show_edits"])]
+    run_on: Option<String>,
+
+    /// With --run-on: write the artifact into this file and not into the store, whatever the judge says of it
+    #[arg(long, value_name = "FILE", requires = "run_on", conflicts_with_all = ["dry_run", "explain"])]
+    output: Option<PathBuf>,
+
+    /// With --output: the edits of these defects alone, to show on a GPU what the others are for; see --show-edits
+    #[arg(long, value_name = "EDITS", value_delimiter = ',', requires = "output", conflicts_with = "gate_only")]
+    only: Option<Vec<String>>,
+
     /// The gate edit alone, to show what a one-line edit gives; the judge refuses the result
     #[arg(long, hide = true)]
     gate_only: bool,
@@ -93,6 +109,13 @@ pub fn run(args: Args, output: &Output) -> Result<Exit> {
         }
         // Minutes of compiling are no time to learn that the file cannot be written.
         drop(store::staged_beside(path)?);
+    }
+    if let Some(path) = &args.output {
+        if requests.len() > 1 {
+            return Err(Error::usage("one file holds one artifact").hint("name one target with --sm"));
+        }
+        drop(store::staged_beside(path)?);
+        return build_into(path, &requests[0], &context, output);
     }
     let mut results = Vec::new();
     for request in &requests {
@@ -124,6 +147,85 @@ pub fn run(args: Args, output: &Output) -> Result<Exit> {
     Ok(Exit::Right)
 }
 
+/// Builds for a test, past the store.
+fn build_into(path: &Path, request: &Request, context: &Context, output: &Output) -> Result<Exit> {
+    let started = Instant::now();
+    let mut progress = Progress::new(output);
+    let made = pipeline::build_into(path, request, context, &mut |event| progress.event(event));
+    progress.finish();
+    let made = made?;
+    output.result(|| unstored_json(&made, path, started), || unstored_text(&made, path, started));
+    // The file is there as asked; the exit code is the judge's, as for every build.
+    Ok(if made.verdict.passed() { Exit::Right } else { Exit::Refused })
+}
+
+fn unstored_json(made: &Unstored, path: &Path, started: Instant) -> serde_json::Value {
+    let Unstored { prepared, verdict, .. } = made;
+    json!({
+        "verdict": verdict.word(),
+        "module": prepared.module.name,
+        "flashinfer": prepared.flashinfer.version,
+        "target": prepared.target.to_string(),
+        "run_on": run_on(prepared),
+        "test_only": true,
+        "key": null,
+        "artifact": path,
+        "cache": null,
+        "kernels": verdict.kernels,
+        "hollow": verdict.hollow,
+        "with_dependency_marks": verdict.with_dependency_marks,
+        "need_no_marks": verdict.need_no_marks,
+        "faults": verdict.faults,
+        "edits": ids(&prepared.overlay),
+        "left_out": prepared.left_out,
+        "cudart": prepared.cudart.word(),
+        "min_driver": prepared.min_driver,
+        "sha256": made.sha256,
+        "bytes": made.bytes,
+        "elapsed_s": seconds(started),
+    })
+}
+
+fn unstored_text(made: &Unstored, path: &Path, started: Instant) -> String {
+    let Unstored { prepared, verdict, bytes, .. } = made;
+    let or_nothing = |ids: Vec<&str>| if ids.is_empty() { "nothing".to_owned() } else { ids.join(", ") };
+    let mut text = format!(
+        "{module} for {target}, FlashInfer {version}: {word}\n  artifact  {path} ({mb:.1} MB), in no store\n  test only {moved}\n  \
+         judged    {kernels} kernels, {hollow} hollow; {marks} with dependency marks, {none} that need none\n",
+        module = prepared.module.name,
+        target = prepared.target,
+        version = prepared.flashinfer.version,
+        word = verdict.word(),
+        path = path.display(),
+        mb = *bytes as f64 / 1e6,
+        moved = moved(&run_on(prepared).unwrap_or_default()),
+        kernels = verdict.kernels,
+        hollow = verdict.hollow,
+        marks = verdict.with_dependency_marks,
+        none = verdict.need_no_marks,
+    );
+    for fault in &verdict.faults {
+        text.push_str(&format!("  fault     {}: {}\n", fault.code, fault.message));
+    }
+    text.push_str(&format!(
+        "  repaired  {}\n  left out  {}\n  built in  {} s\n",
+        or_nothing(ids(&prepared.overlay)),
+        or_nothing(prepared.left_out.iter().map(String::as_str).collect()),
+        seconds(started)
+    ));
+    text
+}
+
+/// The GPU that the code is really for, where that is not the target.
+fn run_on(prepared: &Prepared) -> Option<String> {
+    prepared.retarget.as_ref().map(|retarget| retarget.to.to_string())
+}
+
+/// What was done to an artifact for tests, in one line.
+fn moved(run_on: &str) -> String {
+    format!("the target's PTX, assembled for {run_on}: never to be installed or exported")
+}
+
 fn with_export(built: &Built, started: Instant, path: &Path, exported: &Exported) -> (serde_json::Value, String) {
     let (mut json, mut text) = (built_json(built, started), built_text(built, started));
     json["export"] = json!({ "path": path, "sha256": exported.sha256, "bytes": exported.bytes });
@@ -138,6 +240,14 @@ fn requests(args: &Args) -> Result<Vec<Request>> {
         None if args.show_edits => target::parse_list("120")?,
         None => own_targets()?,
     };
+    let run_on = match &args.run_on {
+        None => None,
+        Some(text) => match target::parse_list(text)?[..] {
+            [run_on] => Some(run_on),
+            _ => return Err(Error::usage("--run-on names one GPU").hint("for example `--sm 120 --run-on 90`")),
+        },
+    };
+    let only = if args.gate_only { Some(vec!["gate".to_owned()]) } else { args.only.clone() };
     let request = |target| Request {
         module: args.module.clone(),
         target,
@@ -148,7 +258,8 @@ fn requests(args: &Args) -> Result<Vec<Request>> {
         jobs: args.jobs.map(usize::from),
         mode: if args.offline { Mode::Offline } else { Mode::Online },
         explain: args.explain,
-        gate_only: args.gate_only,
+        only: only.clone(),
+        run_on,
     };
     Ok(targets.into_iter().map(request).collect())
 }
@@ -205,6 +316,8 @@ fn built_json(built: &Built, started: Instant) -> serde_json::Value {
         "module": prepared.module.name,
         "flashinfer": prepared.flashinfer.version,
         "target": prepared.target.to_string(),
+        "run_on": manifest.run_on,
+        "test_only": manifest.test_only,
         "key": built.entry.key.to_string(),
         "artifact": built.entry.artifact,
         "cache": if built.hit { "hit" } else { "miss" },
@@ -235,13 +348,14 @@ fn built_text(built: &Built, started: Instant) -> String {
     };
     let how = if built.hit { "from the store" } else { "built" };
     format!(
-        "{module} for {target}, FlashInfer {version}: {word}\n  artifact  {path} ({mb:.1} MB)\n  proven    {proven}\n  repaired  {repaired}\n  \
+        "{module} for {target}, FlashInfer {version}: {word}\n  artifact  {path} ({mb:.1} MB)\n{test_only}  proven    {proven}\n  repaired  {repaired}\n  \
          for       {loader}\n  needs     {needs}\n  key       {key}, {how} in {elapsed} s\n",
         module = prepared.module.name,
         target = prepared.target,
         word = verdict.verdict,
         path = built.entry.artifact.display(),
         mb = manifest.artifact.bytes as f64 / 1e6,
+        test_only = manifest.run_on.as_ref().map_or(String::new(), |run_on| format!("  test only {}\n", moved(run_on))),
         proven = proven(manifest),
         loader = loader(prepared.consumer.as_ref()),
         needs = needs(manifest, prepared.min_driver),
@@ -268,7 +382,7 @@ fn proven(manifest: &Manifest) -> String {
         verdict.hollow,
         verdict.with_dependency_marks,
         verdict.need_no_marks,
-        manifest.target,
+        manifest.run_on.as_ref().unwrap_or(&manifest.target),
         verdict.exports.len(),
     )
 }
@@ -293,6 +407,8 @@ fn dry_json(dry: &DryRun, request: &Request, started: Instant) -> serde_json::Va
         "module": request.module,
         "flashinfer": dry.flashinfer.version,
         "target": dry.target.to_string(),
+        "run_on": dry.run_on.map(|target| target.to_string()),
+        "test_only": dry.run_on.is_some(),
         "key": entry.map(|entry| entry.key.to_string()),
         "artifact": entry.map(|entry| &entry.artifact),
         "cache": dry.planned.as_ref().map(|_| if entry.is_some() { "hit" } else { "miss" }),
@@ -329,6 +445,9 @@ fn dry_text(dry: &DryRun, request: &Request) -> String {
     let driver = dry.min_driver.map_or(String::new(), |driver| format!("; driver {driver} or newer"));
     text.push_str(&format!("  for       {}\n", loader(dry.consumer.as_ref())));
     text.push_str(&format!("  cudart    {runtime}{driver}\n"));
+    if let Some(run_on) = dry.run_on {
+        text.push_str(&format!("  test only {}\n", moved(&run_on.to_string())));
+    }
     for thing in &dry.would_fetch {
         text.push_str(&format!("  fetch     {thing}\n"));
     }

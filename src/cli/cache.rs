@@ -338,7 +338,7 @@ fn summary_json(summary: &EntrySummary) -> Value {
                 "key": entry.key, "path": summary.dir, "artifact": entry.artifact, "broken": null,
                 "module": manifest.module, "flashinfer": manifest.flashinfer, "target": manifest.target,
                 "kernels": manifest.verdict.kernels, "bytes": manifest.artifact.bytes, "created": manifest.created,
-                "verdict": manifest.verdict.verdict, "test_only": manifest.test_only,
+                "verdict": manifest.verdict.verdict, "test_only": manifest.test_only, "run_on": manifest.run_on,
             })
         }
         Err(reason) => json!({ "key": summary.name, "path": summary.dir, "broken": reason }),
@@ -354,7 +354,7 @@ fn row(summary: &EntrySummary) -> [String; 8] {
                 entry.key.short(),
                 manifest.module.clone(),
                 manifest.flashinfer.clone(),
-                manifest.target.clone(),
+                manifest.run_on.as_ref().map_or(manifest.target.clone(), |run_on| format!("{} on {run_on}", manifest.target)),
                 verdict.kernels.to_string(),
                 size(manifest.artifact.bytes),
                 minute(&manifest.created),
@@ -413,7 +413,9 @@ fn describe(manifest: &Manifest, folder: &str) -> String {
     line("glibc from", &or_unknown(&verdict.glibc_floor));
     line("libstdc++ from", &or_unknown(&verdict.libstdcxx_floor));
     if manifest.test_only {
-        line("test only", "yes: made from fakes, never to be installed");
+        let how =
+            manifest.run_on.as_ref().map_or("a fake".to_owned(), |run_on| format!("the target's PTX, assembled for {run_on}"));
+        line("test only", &format!("yes: {how}; never to be installed or exported"));
     }
     for edit in &manifest.edits {
         line("edit", &format!("{} in {} ({}): {}", edit.id, edit.path, places(edit.sites), edit.reason));

@@ -9,6 +9,7 @@ mod inspect;
 mod install;
 mod output;
 mod progress;
+mod retarget;
 mod scan;
 mod selection;
 mod tables;
@@ -18,6 +19,7 @@ mod verify;
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
+use crate::build::retarget::VERB as RETARGET;
 use crate::env;
 use crate::error::{Error, Result};
 use crate::exit::Exit;
@@ -62,6 +64,8 @@ enum Verb {
     Scan(scan::Args),
     Cache(cache::Args),
     Tables(tables::Args),
+    #[command(name = RETARGET, hide = true)]
+    Retarget(retarget::Args),
 }
 
 /// Runs the command line of this process and says how it ended. Never panics outwards.
@@ -105,6 +109,7 @@ fn dispatch(verb: Verb, output: &Output) -> Result<Exit> {
         Verb::Scan(args) => scan::run(args, output),
         Verb::Cache(args) => cache::run(args, output),
         Verb::Tables(args) => tables::run(args, output),
+        Verb::Retarget(args) => Err(retarget::run(args)),
     }
 }
 

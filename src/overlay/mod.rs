@@ -69,9 +69,9 @@ pub struct Edit {
 
 /// How to compute an overlay.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Options {
-    /// The gate's edit alone, which makes kernels that write nothing. For tests of what refuses them.
-    pub gate_only: bool,
+pub struct Options<'a> {
+    /// The cures of these defects alone, by id. For tests that show what the others are for.
+    pub only: Option<&'a [String]>,
     /// For Python as well as for nvcc: an opened generator asks the package `fi_arch_shim` for the artifact, and the policy is asked
     /// between one-shot and two-shot.
     pub serve: bool,
@@ -121,9 +121,14 @@ pub fn compute(package: &Path, module: &Module, version: &str, options: &Options
             "unlisted: the compiler flags of FlashInfer {version} are not known; those of the nearest one are used (recipe `{recipe}`)"
         ));
     }
-    if options.gate_only {
-        warnings.push("gate-only: the kernels behind the gate stay as they are, and write nothing on SM 12.x".to_owned());
+    if let Some(only) = options.only {
+        if let Some(unknown) = only.iter().find(|id| !module.defects.contains(id)) {
+            return Err(Error::usage(format!("{} has no defect `{unknown}`", module.name))
+                .hint(format!("its defects: {}", module.defects.join(", "))));
+        }
+        warnings.push(format!("partial: of all cures only {} is done; the rest stays as it is, wrong", only.join(", ")));
     }
+    let is_wanted = |defect: &Defect| options.only.is_none_or(|only| only.contains(&defect.id));
 
     let mut work: BTreeMap<&str, Work> = BTreeMap::new();
     let mut edits = Vec::new();
@@ -132,8 +137,8 @@ pub fn compute(package: &Path, module: &Module, version: &str, options: &Options
         let defect = tables.defect(id);
         for place in &defect.places {
             let edit = match place {
+                _ if !is_wanted(defect) => None,
                 Place::Gate(place) => open_gate(defect, &place.gate, package, module, &installed, &mut work)?,
-                Place::File(_) if options.gate_only => None,
                 Place::File(place) => cure(defect, place, version, &installed, &mut work)?,
             };
             if let Some(edit) = edit {

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::judge::{self, Expectation, Owner};
 use crate::store::{Bundle, Entry, Store};
 use crate::tables::{DependencyMarks, Tables};
-use crate::target::{self, Target};
+use crate::target::Target;
 
 /// What was written by [`export`].
 #[derive(Debug)]
@@ -21,6 +21,10 @@ pub struct Exported {
 
 /// Writes what was built, and the overlay that goes with it, into the file `path`.
 pub fn export(built: &Built, path: &Path) -> Result<Exported> {
+    if built.entry.manifest.test_only {
+        return Err(Error::refused("an artifact for tests alone does not leave the store")
+            .because("it is assembled for another GPU than its target, and a bundle is there to be installed from"));
+    }
     let (sha256, bytes) = Bundle::of(&built.entry, &built.prepared.overlay)?.write(path)?;
     Ok(Exported { sha256, bytes })
 }
@@ -61,13 +65,13 @@ pub fn open(path: &Path) -> Result<Bundle> {
 fn judge(bundle: &Bundle) -> Result<()> {
     let manifest = &bundle.manifest;
     if manifest.test_only {
-        return Err(Error::refused("its artifact was made by a test and is never to be used"));
+        return Err(Error::refused("its artifact was made for tests alone and is never to be used"));
     }
     let module = Tables::load().module(&manifest.module).map_err(|_| {
         Error::unsupported(format!("this fi-arch knows no module {}", manifest.module.escape_debug()))
             .hint("use the release of fi-arch that made the bundle, or a newer one")
     })?;
-    let target = target(&manifest.target)?;
+    let target: Target = manifest.target.parse()?;
     let inventory = cubin::read_bytes(&bundle.artifact)
         .map_err(|error| Error::refused("its artifact cannot be read").because(error.what()).because(error.why().join("; ")))?;
     let exports: BTreeSet<String> = manifest.verdict.exports.iter().cloned().collect();
@@ -112,13 +116,4 @@ fn judge(bundle: &Bundle) -> Result<()> {
         }
     }
     Err(error)
-}
-
-fn target(text: &str) -> Result<Target> {
-    match target::parse(text) {
-        Ok(target::Request { sm, suffix: Some(suffix), .. }) if Target { sm, suffix }.to_string() == text => {
-            Ok(Target { sm, suffix })
-        }
-        _ => Err(Error::unsupported(format!("this fi-arch knows no target {}", text.escape_debug()))),
-    }
 }

@@ -23,6 +23,9 @@ pub struct Manifest {
     pub module: String,
     /// Such as `sm_120f`.
     pub target: String,
+    /// The GPU that its machine code is really for, where that is not `target`: the target's PTX, assembled for it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub run_on: Option<String>,
     /// The FlashInfer release that the sources came from.
     pub flashinfer: String,
     pub tvm_ffi: String,
@@ -47,7 +50,7 @@ pub struct Manifest {
     pub fi_arch: String,
     /// How long the build took, in seconds.
     pub elapsed_s: f64,
-    /// Built by a test, from fakes: never to be installed.
+    /// For tests alone (`run_on` says why, or it is a fake): never to be installed, and in no bundle.
     pub test_only: bool,
 }
 

@@ -11,6 +11,7 @@ mod inspect;
 mod judge;
 mod overlay;
 mod provision;
+mod retarget;
 mod scan;
 mod shim;
 mod store;

@@ -430,10 +430,11 @@ fn an_old_layout_is_refused_by_its_name_or_by_its_missing_files() {
 #[test]
 fn gate_only_edits_nothing_but_the_gate_and_says_so() {
     let package = site_packages("0.6.4").join("flashinfer");
-    let overlay = overlay::compute(&package, module(), "0.6.4", &Options { gate_only: true, ..Default::default() }).unwrap();
+    let only = ["gate".to_owned()];
+    let overlay = overlay::compute(&package, module(), "0.6.4", &Options { only: Some(&only), ..Default::default() }).unwrap();
     assert_eq!(edits(&overlay), ["gate comm.py 1"]);
     assert_eq!(overlay.files.len(), 1);
-    assert!(overlay.warnings[0].starts_with("gate-only: "));
+    assert!(overlay.warnings[0].starts_with("partial: "));
 }
 
 #[test]

@@ -67,6 +67,7 @@ fn manifest(key: Key, content: &[u8]) -> Manifest {
         created: timestamp(),
         fi_arch: "0.1.0".into(),
         elapsed_s: 0.25,
+        run_on: None,
         test_only: true,
     }
 }
