@@ -38,10 +38,6 @@ pub const PYTHONNOUSERSITE: &str = "PYTHONNOUSERSITE";
 pub const PYTHONPATH: &str = "PYTHONPATH";
 /// Keeps the folder of a program, or the working folder, from being searched for packages.
 pub const PYTHONSAFEPATH: &str = "PYTHONSAFEPATH";
-/// Turns the shim off when set to 1.
-pub const FI_ARCH_DISABLE: &str = "FI_ARCH_DISABLE";
-/// Makes a process refuse to start on anything but the verified state, when set to 1.
-pub const FI_ARCH_REQUIRE: &str = "FI_ARCH_REQUIRE";
 /// Where programs are looked for.
 pub const PATH: &str = "PATH";
 /// The host C++ compiler.

@@ -80,6 +80,7 @@ pub fn bundle(artifact: &Path, package: &Path, version: &str, to: &Path) {
         request: inputs.request.key(),
         module: module.name.clone(),
         target: target.to_string(),
+        run_on: None,
         flashinfer: version.to_owned(),
         tvm_ffi: "0.1.15.post2".to_owned(),
         artifact: record("trtllm_comm.so", &bytes),
