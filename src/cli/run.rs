@@ -48,9 +48,9 @@ pub fn run(args: Args, output: &Output) -> Result<Exit> {
     let planned = activate::plan(&selection, Mode::Run, &mut |event| progress.event(event));
     progress.finish();
     match planned? {
-        Planned::NothingToDo { flashinfer } => {
+        Planned::NothingToDo { flashinfer, .. } => {
             progress.warn(&format!(
-                "nothing to do: {} of FlashInfer {} is right as it is, and no engine was named",
+                "nothing to do: {} of FlashInfer {} is right as it is, and no engine that was named has a gate to open",
                 selection.module, flashinfer.version
             ));
             Err(program.exec(None))

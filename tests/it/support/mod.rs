@@ -4,3 +4,4 @@ pub mod probes;
 pub mod sandbox;
 pub mod toolkit;
 pub mod wheels;
+pub mod world;
