@@ -212,7 +212,10 @@ impl Site {
         let dir = self.folder().join(&name);
         let transaction = Transaction { site: self, name };
         for folder in [dir.join("stage"), dir.join("backup"), dir.join("trash")] {
-            steps::create_dirs(&folder).map_err(|e| steps::failed("create", &folder, e))?;
+            if let Err(error) = steps::create_dirs(&folder) {
+                transaction.abandon();
+                return Err(steps::failed("create", &folder, error));
+            }
         }
         Ok(transaction)
     }

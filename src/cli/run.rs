@@ -8,7 +8,7 @@ use super::selection::Flags;
 use crate::activate::{self, Mode, Planned, Program};
 use crate::cancel;
 use crate::env;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::exit::Exit;
 use crate::memo::Memo;
 
@@ -44,6 +44,12 @@ pub fn run(args: Args, output: &Output) -> Result<Exit> {
             found.site.display()
         ));
         return Err(program.exec(None));
+    }
+    if let Some((site, in_place)) = activate::in_place(&environment)? {
+        let files = in_place.files.len();
+        return Err(Error::machine(format!("{files} files of an installation in place are still in force in {}", site.display()))
+            .because("their package was removed without taking them back")
+            .hint("`fi-arch uninstall` gives the originals back; `fi-arch install --in-place` makes it whole again"));
     }
     let planned = activate::plan(&selection, Mode::Run, &mut |event| progress.event(event));
     progress.finish();

@@ -72,12 +72,13 @@ pub fn run(args: Args, output: &Output) -> Result<Exit> {
 
 /// Ends what was interrupted, where this user may; says what was done, or why not.
 fn recover(environment: &Environment) -> Result<Option<String>> {
-    for site in &environment.site_packages {
-        if activate::peek(site)?.1 {
-            return Ok(Some(match Site::lock(site)?.recover() {
-                Ok(recovered) => recovered.map(|recovered| recovered.says().to_owned()).unwrap_or_default(),
-                Err(error) => error.to_string(),
-            }));
+    for site in environment.site_packages.iter().filter(|site| site.join(activate::FOLDER).is_dir()) {
+        let interrupted = activate::peek(site)?.1;
+        match Site::lock(site)?.recover() {
+            Ok(None) => {}
+            Ok(Some(recovered)) => return Ok(Some(recovered.says().to_owned())),
+            Err(error) if interrupted => return Ok(Some(error.to_string())),
+            Err(error) => return Err(error),
         }
     }
     Ok(None)

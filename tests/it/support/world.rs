@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use fi_arch::digest::Digest;
+use fi_arch::tables::Tables;
 use serde_json::Value;
 
 use super::sandbox::{Ran, Sandbox, copy_dir};
@@ -94,8 +95,8 @@ impl World {
     }
 }
 
-/// FlashInfer, whole but for what is large in the libraries that come with it and is not read for this module; and tvm-ffi. The
-/// byte code of the file with the gate stands for all byte code.
+/// FlashInfer as far as this module reads it, so that it can be looked at hundreds of times; and tvm-ffi. The byte code of the
+/// file with the gate stands for all byte code.
 fn pristine(sandbox: &Sandbox) -> PathBuf {
     let root = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
     let done = root.join(format!("pristine-{RELEASE}"));
@@ -107,14 +108,31 @@ fn pristine(sandbox: &Sandbox) -> PathBuf {
     let staging = root.join("pristine.partial");
     let _ = fs::remove_dir_all(&staging);
     fs::create_dir_all(&staging).unwrap();
-    for name in [format!("flashinfer-python-{RELEASE}-"), "apache-tvm-ffi-".to_owned()] {
-        let fetched = fs::read_dir(sandbox.home().join("wheels")).unwrap().flatten().map(|item| item.path());
-        let is_it = |path: &PathBuf| path.is_dir() && path.file_name().unwrap().to_string_lossy().starts_with(&name);
-        let from = fetched.into_iter().find(is_it).expect("the build has fetched it");
-        fs::read_dir(from).unwrap().flatten().for_each(|item| copy_dir(&item.path(), &staging.join(item.file_name())));
+    let fetched = |name: &str| {
+        let items = fs::read_dir(sandbox.home().join("wheels")).unwrap().flatten().map(|item| item.path());
+        let is_it = |path: &PathBuf| path.is_dir() && path.file_name().unwrap().to_string_lossy().starts_with(name);
+        items.into_iter().find(is_it).expect("the build has fetched it")
+    };
+    let tvm_ffi = fetched("apache-tvm-ffi-");
+    fs::read_dir(tvm_ffi).unwrap().flatten().for_each(|item| copy_dir(&item.path(), &staging.join(item.file_name())));
+
+    let from = fetched(&format!("flashinfer-python-{RELEASE}-"));
+    let entry = fs::read_dir(sandbox.home().join("store/v1/artifacts")).unwrap().flatten().next().unwrap().path();
+    let inputs: Value = serde_json::from_slice(&fs::read(entry.join("inputs.json")).unwrap()).unwrap();
+    let read = inputs["files"].as_array().unwrap().iter().filter(|input| input["root"] == "data");
+    let mut files: Vec<String> = read.map(|input| format!("flashinfer/data/{}", input["path"].as_str().unwrap())).collect();
+    files.extend(Tables::load().module("trtllm_comm").unwrap().files.iter().cloned());
+    for file in files {
+        let to = staging.join(&file);
+        fs::create_dir_all(to.parent().unwrap()).unwrap();
+        fs::copy(from.join(&file), to).unwrap();
     }
-    for unread in ["cutlass", "cccl/cub", "cccl/thrust"] {
-        fs::remove_dir_all(staging.join("flashinfer/data").join(unread)).unwrap();
+    for name in ["flashinfer/jit", "flashinfer/comm", &format!("flashinfer_python-{RELEASE}.dist-info")] {
+        let _ = fs::remove_dir_all(staging.join(name));
+        copy_dir(&from.join(name), &staging.join(name));
+    }
+    for item in fs::read_dir(from.join("flashinfer")).unwrap().flatten().filter(|item| item.path().is_file()) {
+        fs::copy(item.path(), staging.join("flashinfer").join(item.file_name())).unwrap();
     }
     let code = staging.join("flashinfer/jit/__pycache__");
     fs::create_dir_all(&code).unwrap();
