@@ -145,8 +145,11 @@ fn holder(package: &Path) -> PathBuf {
     package.parent().unwrap_or(Path::new("/")).to_owned()
 }
 
-/// The engines that were named, and the overlays of those that have gates, each with the folder that holds its package.
-fn engines(selection: &Selection, environment: &Environment, observe: Observer) -> Result<(Vec<Asked>, Vec<(Served, PathBuf)>)> {
+/// An overlay, and the folder that holds its package.
+type Opened = (Served, PathBuf);
+
+/// The engines that were named, and what those have that have gates.
+fn engines(selection: &Selection, environment: &Environment, observe: Observer) -> Result<(Vec<Asked>, Vec<Opened>)> {
     let (mut asked, mut opened) = (Vec::new(), Vec::new());
     for name in &selection.engines {
         let engine = tables::engine(name)?;
@@ -304,9 +307,11 @@ fn check_unchanged(site: &Site, plan: &Plan, in_place: Option<&InPlace>) -> Resu
         });
         now == file.pre || ours
     };
-    let files = plan.served.iter().zip(&plan.roots).flat_map(|(served, root)| {
-        served.overlay.files.iter().map(|file| (file, root.join(&file.path))).collect::<Vec<_>>()
-    });
+    let files = plan
+        .served
+        .iter()
+        .zip(&plan.roots)
+        .flat_map(|(served, root)| served.overlay.files.iter().map(|file| (file, root.join(&file.path))).collect::<Vec<_>>());
     match files.into_iter().find(|(file, path)| !as_planned(file, path)) {
         None => Ok(()),
         Some((_, path)) => Err(Error::refused(format!("{} was changed while this was being prepared", path.display()))

@@ -34,7 +34,9 @@ pub fn diff(found: &Found, environment: &Environment) -> Result<String> {
             reason: edit.reason.clone(),
         });
         let release = package.version.clone();
-        text += &Overlay { name: package.name.clone(), files, edits: edits.collect(), warnings: Vec::new(), release, listed: true }.diff();
+        text +=
+            &Overlay { name: package.name.clone(), files, edits: edits.collect(), warnings: Vec::new(), release, listed: true }
+                .diff();
     }
     Ok(text)
 }

@@ -47,9 +47,12 @@ pub fn run(args: Args, output: &Output) -> Result<Exit> {
     }
     if let Some((site, in_place)) = activate::in_place(&environment)? {
         let files = in_place.files.len();
-        return Err(Error::machine(format!("{files} files of an installation in place are still in force in {}", site.display()))
-            .because("their package was removed without taking them back")
-            .hint("`fi-arch uninstall` gives the originals back; `fi-arch install --in-place` makes it whole again"));
+        return Err(Error::machine(format!(
+            "{files} files of an installation in place are still in force in {}",
+            site.display()
+        ))
+        .because("their package was removed without taking them back")
+        .hint("`fi-arch uninstall` gives the originals back; `fi-arch install --in-place` makes it whole again"));
     }
     let planned = activate::plan(&selection, Mode::Run, &mut |event| progress.event(event));
     progress.finish();
