@@ -145,8 +145,11 @@ fn holder(package: &Path) -> PathBuf {
     package.parent().unwrap_or(Path::new("/")).to_owned()
 }
 
-/// The engines that were named, and the overlays of those that have gates, each with the folder that holds its package.
-fn engines(selection: &Selection, environment: &Environment, observe: Observer) -> Result<(Vec<Asked>, Vec<(Served, PathBuf)>)> {
+/// An overlay, and the folder that holds its package.
+type Opened = (Served, PathBuf);
+
+/// The engines that were named, and what those have that have gates.
+fn engines(selection: &Selection, environment: &Environment, observe: Observer) -> Result<(Vec<Asked>, Vec<Opened>)> {
     let (mut asked, mut opened) = (Vec::new(), Vec::new());
     for name in &selection.engines {
         let engine = tables::engine(name)?;
@@ -278,6 +281,7 @@ pub fn install(plan: &Plan) -> Result<Installed> {
         let site = site.dir().to_owned();
         return Ok(Installed { site, already: true, files, left: Vec::new(), no_byte_code: None, recovered });
     }
+    check_unchanged(&site, plan, in_place.as_ref())?;
     let transaction = site.begin()?;
     let staged = stage(&site, &transaction, plan).and_then(|no_byte_code| {
         let (ops, after, left) = ops(&site, &transaction, plan, in_place)?;
@@ -292,6 +296,29 @@ pub fn install(plan: &Plan) -> Result<Installed> {
     };
     transaction.commit(Doing::Install, ops, after)?;
     Ok(Installed { site: site.dir().to_owned(), already: false, files, left, no_byte_code, recovered })
+}
+
+/// What was planned holds for the files that were looked at then; a build may have taken minutes since.
+fn check_unchanged(site: &Site, plan: &Plan, in_place: Option<&InPlace>) -> Result<()> {
+    let as_planned = |file: &File, path: &Path| {
+        let now = digest(path);
+        let ours = in_place.is_some_and(|all| {
+            let known = all.files.iter().find(|known| site.at(&known.path) == path);
+            known.is_some_and(|known| known.pre == file.pre && now == Some(known.post))
+        });
+        now == file.pre || ours
+    };
+    let files = plan
+        .served
+        .iter()
+        .zip(&plan.roots)
+        .flat_map(|(served, root)| served.overlay.files.iter().map(|file| (file, root.join(&file.path))).collect::<Vec<_>>());
+    match files.into_iter().find(|(file, path)| !as_planned(file, path)) {
+        None => Ok(()),
+        Some((_, path)) => Err(Error::refused(format!("{} was changed while this was being prepared", path.display()))
+            .because("nothing was installed")
+            .hint("let whatever installs there finish, then try again")),
+    }
 }
 
 /// The site-packages folder to install into: where something of ours lies already, else FlashInfer's own, else the environment's.

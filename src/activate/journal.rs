@@ -29,6 +29,9 @@ pub const FORMAT: u32 = 1;
 /// The folder of everything that an installation must know and is no part of the distribution.
 pub const FOLDER: &str = ".fi_arch";
 const FILE: &str = "journal.json";
+/// In a transaction's folder: what the journal is when it was taken back, and when it is done.
+const BEFORE: &str = "before.json";
+const AFTER: &str = "after.json";
 
 /// See the [module](self).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -195,12 +198,12 @@ impl Site {
         match pending.doing {
             Doing::Install => {
                 let left = self.undo(&pending.ops).map_err(stuck)?;
-                self.settle(with_left(before, left)).map_err(stuck)?;
+                self.settle(with_left(before, left), Some(&pending.transaction)).map_err(stuck)?;
                 Ok(Some(Recovered::InstallUndone))
             }
             Doing::Uninstall => {
                 pending.ops.iter().try_for_each(|op| self.redo(op)).map_err(stuck)?;
-                self.settle(pending.after).map_err(stuck)?;
+                self.settle(pending.after, Some(&pending.transaction)).map_err(stuck)?;
                 Ok(Some(Recovered::UninstallFinished))
             }
         }
@@ -212,7 +215,10 @@ impl Site {
         let dir = self.folder().join(&name);
         let transaction = Transaction { site: self, name };
         for folder in [dir.join("stage"), dir.join("backup"), dir.join("trash")] {
-            steps::create_dirs(&folder).map_err(|e| steps::failed("create", &folder, e))?;
+            if let Err(error) = steps::create_dirs(&folder) {
+                transaction.abandon();
+                return Err(steps::failed("create", &folder, error));
+            }
         }
         Ok(transaction)
     }
@@ -229,7 +235,7 @@ impl Site {
                 continue;
             }
             let result = if kept.iter().any(|backup| within(&backup)) {
-                ["stage", "trash"].iter().try_for_each(|folder| steps::remove_tree(&item.path().join(folder)))
+                ["stage", "trash", BEFORE, AFTER].iter().try_for_each(|folder| steps::remove_tree(&item.path().join(folder)))
             } else {
                 steps::remove_tree(&item.path())
             };
@@ -242,11 +248,21 @@ impl Site {
         }
     }
 
-    /// The journal is `in_place` and nothing else, or gone.
-    fn settle(&self, in_place: Option<InPlace>) -> Result<()> {
+    /// The journal is `in_place` and nothing else, or gone. A transaction has written beforehand what it may become, so that the
+    /// disk may be full by now.
+    fn settle(&self, in_place: Option<InPlace>, transaction: Option<&str>) -> Result<()> {
         let file = self.folder().join(FILE);
         match &in_place {
-            Some(_) => self.write(&Journal { format: FORMAT, in_place: in_place.clone(), pending: None })?,
+            Some(lies) => {
+                let text = text(&Journal { format: FORMAT, in_place: Some(lies.clone()), pending: None });
+                let written = transaction.into_iter().flat_map(|name| [BEFORE, AFTER].map(|end| self.kept(name).join(end)));
+                match written.into_iter().find(|path| fs::read_to_string(path).is_ok_and(|found| found == text)) {
+                    Some(written) => steps::rename(&written, &file)
+                        .and_then(|()| steps::sync_dir(&self.folder()))
+                        .map_err(|e| steps::failed("write", &file, e))?,
+                    None => self.write(&text)?,
+                }
+            }
             None => {
                 steps::remove(&file)
                     .or_else(|error| if error.kind() == ErrorKind::NotFound { Ok(()) } else { Err(error) })
@@ -258,11 +274,10 @@ impl Site {
         Ok(())
     }
 
-    fn write(&self, journal: &Journal) -> Result<()> {
+    fn write(&self, text: &str) -> Result<()> {
         let file = self.folder().join(FILE);
         let staged = steps::beside(&file);
         let _ = fs::remove_file(&staged);
-        let text = store::seal_manifest(serde_json::to_value(journal).expect("a journal is always JSON"));
         steps::write(&staged, text.as_bytes(), 0o644)
             .and_then(|()| steps::rename(&staged, &file))
             .and_then(|()| steps::sync_dir(&self.folder()))
@@ -472,17 +487,30 @@ impl Transaction<'_> {
     pub fn commit(self, doing: Doing, ops: Vec<Op>, after: Option<InPlace>) -> Result<()> {
         let site = self.site;
         let before = site.in_place()?;
-        let pending = Pending { doing, transaction: self.name.clone(), ops, after: after.clone() };
+        let name = self.name.clone();
+        for (end, lies) in [(BEFORE, &before), (AFTER, &after)] {
+            let Some(lies) = lies else { continue };
+            let text = text(&Journal { format: FORMAT, in_place: Some(lies.clone()), pending: None });
+            if let Err(error) = self.stage(end, text.as_bytes(), 0o644) {
+                self.abandon();
+                return Err(error);
+            }
+        }
+        let pending = Pending { doing, transaction: name.clone(), ops, after: after.clone() };
         let journal = Journal { format: FORMAT, in_place: before.clone(), pending: Some(pending) };
-        if let Err(error) = site.write(&journal) {
+        if let Err(error) = site.write(&text(&journal)) {
             // It may have been renamed into place before its folder could be synced.
-            let _ = site.settle(before);
+            let _ = site.settle(before, Some(&name));
             return Err(error);
         }
         let ops = &journal.pending.as_ref().expect("it was just put there").ops;
-        let done = ops.iter().try_for_each(|op| site.redo(op)).and_then(|()| site.sync(ops)).and_then(|()| site.settle(after));
+        let done = ops
+            .iter()
+            .try_for_each(|op| site.redo(op))
+            .and_then(|()| site.sync(ops))
+            .and_then(|()| site.settle(after, Some(&name)));
         let Err(error) = done else { return Ok(()) };
-        let undone = site.undo(ops).and_then(|left| site.settle(with_left(before, left)));
+        let undone = site.undo(ops).and_then(|left| site.settle(with_left(before, left), Some(&name)));
         Err(match undone {
             Ok(()) => error.because("all was put back as it was before"),
             Err(second) => error
@@ -502,6 +530,10 @@ impl Site {
             .filter(|dir| dir.is_dir())
             .try_for_each(|dir| steps::sync_dir(dir).map_err(|e| steps::failed("sync", dir, e)))
     }
+}
+
+fn text(journal: &Journal) -> String {
+    store::seal_manifest(serde_json::to_value(journal).expect("a journal is always JSON"))
 }
 
 /// The journal in a site-packages folder.

@@ -7,9 +7,9 @@ use serde_json::{Value, json};
 use super::output::Output;
 use super::progress::Progress;
 use super::selection::Flags;
-use crate::activate::{self, Asked, Installed, Mode, Plan, Planned, State};
+use crate::activate::{self, Asked, Installed, Mode, OnMiss, Plan, Planned, State};
 use crate::cancel;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::exit::Exit;
 use crate::policy::Policy;
 use crate::tables;
@@ -33,6 +33,11 @@ pub fn run(args: Args, output: &Output) -> Result<Exit> {
     cancel::on_signals();
     let selection = args.selection.selection()?;
     let mode = if args.in_place { Mode::InPlace } else { Mode::Shim };
+    if mode == Mode::InPlace && selection.on_miss == OnMiss::Build {
+        return Err(Error::usage("--in-place and --on-miss build exclude each other")
+            .because("a build needs FlashInfer's originals, and they are no longer in place then")
+            .hint("name all GPUs now, such as --sm \"120 121\", or leave --in-place out"));
+    }
     let mut progress = Progress::new(output);
     let planned = activate::plan(&selection, mode, &mut |event| progress.event(event));
     progress.finish();

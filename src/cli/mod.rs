@@ -10,8 +10,10 @@ mod install;
 mod output;
 mod progress;
 mod retarget;
+mod run;
 mod scan;
 mod selection;
+mod status;
 mod tables;
 mod uninstall;
 mod verify;
@@ -60,6 +62,8 @@ enum Verb {
     Build(build::Args),
     Install(install::Args),
     Uninstall(uninstall::Args),
+    Run(run::Args),
+    Status(status::Args),
     Inspect(inspect::Args),
     Scan(scan::Args),
     Cache(cache::Args),
@@ -105,6 +109,8 @@ fn dispatch(verb: Verb, output: &Output) -> Result<Exit> {
         Verb::Build(args) => build::run(args, output),
         Verb::Install(args) => install::run(args, output),
         Verb::Uninstall(args) => uninstall::run(args, output),
+        Verb::Run(args) => run::run(args, output),
+        Verb::Status(args) => status::run(args, output),
         Verb::Inspect(args) => inspect::run(args, output),
         Verb::Scan(args) => scan::run(args, output),
         Verb::Cache(args) => cache::run(args, output),

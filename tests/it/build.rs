@@ -33,13 +33,11 @@ fn text(path: &Path) -> &str {
 
 #[test]
 fn trtllm_comm_is_built_proven_and_answered_from_the_store() {
-    let sandbox = Sandbox::new();
-    let built = sandbox.build(&["--sm", "120"]);
+    let (sandbox, built) = Sandbox::with_trtllm_build();
     assert_eq!(built["verdict"], "pass");
     assert_eq!(built["module"], "trtllm_comm");
     assert_eq!(built["flashinfer"], "0.6.16.post4", "the newest release whose gate excludes SM12x is the default");
     assert_eq!(built["target"], "sm_120f");
-    assert_eq!(built["cache"], "miss");
     assert_eq!(built["hollow"], 0);
     assert_eq!(built["min_driver"], "580");
     assert_eq!(
@@ -60,7 +58,7 @@ fn trtllm_comm_is_built_proven_and_answered_from_the_store() {
     let again = sandbox.build(&["--sm", "12.0f", "--offline"]);
     assert_eq!(again["cache"], "hit");
     assert_eq!(again["key"], built["key"]);
-    assert_eq!(again["artifact"], built["artifact"]);
+    assert_eq!(again["sha256"], built["sha256"]);
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! What tests stand on: real wheels, a sandbox for the binary, and fakes for faults.
 
 pub mod activation;
+pub mod environment;
 pub mod probes;
 pub mod sandbox;
 pub mod toolkit;

@@ -53,6 +53,23 @@ impl Sandbox {
         sandbox
     }
 
+    /// A sandbox whose store holds `trtllm_comm` of the default release for SM 12.0, and what `build` said of it. It takes minutes,
+    /// once for all tests and test runs: by its key, as the small one.
+    pub fn with_trtllm_build() -> (Self, Value) {
+        static BUILT: OnceLock<(PathBuf, Value)> = OnceLock::new();
+        let sandbox = Self::new();
+        let (home, built) = BUILT.get_or_init(|| {
+            let home = Path::new(env!("CARGO_TARGET_TMPDIR")).join("trtllm-build");
+            fs::create_dir_all(&home).unwrap();
+            let _ = std::os::unix::fs::symlink("../fetched", home.join("wheels"));
+            let mut command = sandbox.command(&["build", "--sm", "120", "--json"]);
+            let built = Ran::of(command.env("FI_ARCH_HOME", &home)).exits(0).json();
+            (home, built)
+        });
+        copy_dir(&home.join("store"), &sandbox.home().join("store"));
+        (sandbox, built.clone())
+    }
+
     /// A copy of the FlashInfer that the small module is built from, which a test may change.
     pub fn own_flashinfer(&self) -> PathBuf {
         let to = self.path("own");
@@ -91,6 +108,7 @@ impl Sandbox {
             "NVCC_APPEND_FLAGS",
             "NVCC_PREPEND_FLAGS",
             "FI_ARCH_LOG",
+            "FI_ARCH_FAULT",
         ] {
             command.env_remove(name);
         }

@@ -39,3 +39,35 @@ pub fn unpacked_set(label: &str, wheels: &[(&str, &str)]) -> PathBuf {
     fs::rename(&staging, &done).unwrap();
     done
 }
+
+/// The folder that holds the wheel of `name` of `version` as a file, for pip itself to install.
+pub fn file(name: &str, version: &str) -> PathBuf {
+    let root = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("wheel-files");
+    fs::create_dir_all(&root).unwrap();
+    let done = root.join(format!("{name}-{version}"));
+    let lock = File::create(root.join(format!("{name}-{version}.lock"))).unwrap();
+    lock.lock().unwrap();
+    if !done.is_dir() {
+        let staging = root.join(format!("{name}-{version}.partial"));
+        let _ = fs::remove_dir_all(&staging);
+        let output = Command::new("python3")
+            .args([
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--disable-pip-version-check",
+                "--no-deps",
+                "--only-binary=:all:",
+                "--dest",
+            ])
+            .arg(&staging)
+            .arg(format!("{name}=={version}"))
+            .output()
+            .expect("python3 starts");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "this test needs the network: pip could not fetch {name} {version}\n{said}");
+        fs::rename(&staging, &done).unwrap();
+    }
+    done
+}
