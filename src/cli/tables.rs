@@ -18,7 +18,7 @@ use crate::pipeline::Event;
 use crate::releases::check::{self, Report};
 use crate::releases::draft::{self, Draft};
 use crate::survey::Archive;
-use crate::tables::{Release, Tables};
+use crate::tables::{self, Release, Tables};
 
 /// Look at what is known of FlashInfer's releases, check it, extend it
 #[derive(Debug, clap::Args)]
@@ -89,8 +89,15 @@ fn ls_json(tables: &Tables) -> Value {
         })
     });
     let named = |id: &str, releases: String, text: &str| json!({ "id": id, "releases": releases, "text": text });
+    let engines = tables::engines().iter().map(|engine| {
+        let releases: Vec<_> = engine.releases.iter().map(ToString::to_string).collect();
+        let gates =
+            engine.gates.iter().map(|gate| json!({ "id": gate.id, "auto_enable": gate.auto_enable, "text": gate.causes }));
+        json!({ "engine": engine.name, "releases": releases, "gates": gates.collect::<Vec<_>>() })
+    });
     json!({
         "modules": modules.collect::<Vec<_>>(),
+        "engines": engines.collect::<Vec<_>>(),
         "releases": releases.collect::<Vec<_>>(),
         "defects": tables.defects.iter().map(|d| named(&d.id, d.releases.to_string(), &d.causes)).collect::<Vec<_>>(),
         "faults": tables.faults.iter().map(|f| named(&f.id, f.releases.to_string(), &f.text)).collect::<Vec<_>>(),
@@ -132,6 +139,11 @@ fn ls_text(tables: &Tables) -> String {
     let known = tables.defects.iter().map(|defect| (&defect.id, &defect.causes));
     for (id, what) in known.chain(tables.faults.iter().map(|fault| (&fault.id, &fault.text))) {
         text.push_str(&format!("  {id}: {what}\n"));
+    }
+    for engine in tables::engines() {
+        let gates = if engine.gates.is_empty() { "needs no edit" } else { "gates of its own" };
+        text.push_str(&format!("\n{} ({} read): {gates}\n", engine.title, engine.known_releases()));
+        engine.gates.iter().for_each(|gate| text.push_str(&format!("  {}: {}\n", gate.id, gate.causes)));
     }
     text
 }

@@ -154,3 +154,21 @@ fn the_form<'e>(
         .hint(format!("if the file was edited by hand, install that {} again; else use a known release", engine.title))
         .hint(format!("known: {}", known_releases(engine))))
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::sites::python;
+    use crate::tables;
+
+    #[test]
+    fn what_is_found_in_any_order_is_one_chain() {
+        let all = tables::engines().iter().chain([tables::policy_edits()]);
+        for gate in all.flat_map(|engine| &engine.gates) {
+            for form in gate.places.iter().flat_map(|place| &place.forms).map(|form| &form.form) {
+                for anchor in form.expect.iter().chain(&form.edits).filter(|anchor| anchor.any_order) {
+                    assert!(python::is_chain(&anchor.find), "{}: {}", gate.id, anchor.find);
+                }
+            }
+        }
+    }
+}

@@ -6,6 +6,7 @@ mod build;
 mod bundle;
 mod consumer;
 mod doctor;
+mod engines;
 mod explain;
 mod inspect;
 mod install;

@@ -53,9 +53,14 @@ fn ls_names_every_release_with_its_defects_and_what_remains() {
     assert_eq!(release(&listed, "0.6.17")["defects"]["trtllm_comm"].as_array().unwrap().len(), 0);
     assert_eq!(release(&listed, "0.7.4")["remains"], serde_json::json!(["ragged-hidden"]));
     assert_eq!(release(&listed, "0.4.1")["fetchable"], false);
+    let engine = |at: usize| &listed["engines"][at];
+    assert_eq!((&engine(0)["engine"], &engine(1)["engine"]), (&"sglang".into(), &"vllm".into()));
+    assert_eq!(engine(0)["gates"][0]["id"], "predicate");
+    assert_eq!(engine(1)["gates"].as_array().unwrap().len(), 0);
     let text = sandbox.run(&["tables", "ls"]).exits(0).stdout;
     assert!(text.contains("0.6.0 … 0.6.3"), "{text}");
     assert!(text.contains("multicast-check: "), "{text}");
+    assert!(text.contains("SGLang (0.5.3.post3 to 0.5.23 read): gates of its own") && text.contains("vLLM"), "{text}");
 }
 
 #[test]

