@@ -293,10 +293,7 @@ impl Site {
             Op::ReplaceDir { path, new, inode, old } => {
                 self.replace_dir(&self.at(path), &self.kept(new), *inode, &self.kept(old))
             }
-            Op::Mkdir { path } => match steps::create_dir(&self.at(path)) {
-                Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),
-                other => other,
-            },
+            Op::Mkdir { path } => create_dir_if_missing(&self.at(path)),
             Op::Rmdir { path } => remove_dir_if_empty(&self.at(path)),
         };
         done.map_err(|e| steps::failed("change", &self.at(op.path()), e))
@@ -326,10 +323,7 @@ impl Site {
                 Op::Remove { old, .. } => self.put(&self.kept(old), &path),
                 Op::ReplaceDir { new, inode, old, .. } => self.unreplace_dir(&path, &self.kept(new), *inode, &self.kept(old)),
                 Op::Mkdir { .. } => remove_dir_if_empty(&path),
-                Op::Rmdir { .. } => match steps::create_dir(&path) {
-                    Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),
-                    other => other,
-                },
+                Op::Rmdir { .. } => create_dir_if_missing(&path),
             };
             undone.map_err(|e| steps::failed("restore", &path, e))?;
         }
@@ -577,6 +571,10 @@ fn with_left(before: Option<InPlace>, left: Vec<Original>) -> Option<InPlace> {
 fn backups(in_place: &InPlace) -> impl Iterator<Item = &str> {
     let codes = in_place.files.iter().flat_map(|file| &file.byte_code).map(|code| code.backup.as_str());
     in_place.files.iter().filter_map(|file| file.backup.as_deref()).chain(codes)
+}
+
+fn create_dir_if_missing(path: &Path) -> io::Result<()> {
+    if path.is_dir() { Ok(()) } else { steps::create_dir(path) }
 }
 
 fn remove_dir_if_empty(path: &Path) -> io::Result<()> {
