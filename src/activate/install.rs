@@ -91,6 +91,11 @@ pub fn environment(env: Option<&Path>, memo: &Memo) -> Result<(Environment, Flas
 /// Plans an activation: overlays, and artifacts from bundles, the store or a build. Changes nothing in the environment, but puts
 /// right what an interrupted call left in it.
 pub fn plan(selection: &Selection, mode: Mode, observe: Observer) -> Result<Planned> {
+    if mode == Mode::InPlace && selection.on_miss == OnMiss::Build {
+        return Err(Error::usage("--in-place and --on-miss build do not go together")
+            .because("a server cannot build from a FlashInfer whose files are edited already")
+            .hint("name every target with --sm, so that no process misses one"));
+    }
     let module = Tables::load().module(&selection.module)?;
     let mut told = BTreeSet::new();
     let observe: Observer = &mut |event| match &event {
@@ -380,7 +385,9 @@ fn files_of(plan: &Plan, mode: Mode) -> Vec<(PathBuf, &'static str)> {
 /// Whether just this lies there already.
 fn is_whole(site: &Site, plan: &Plan, in_place: Option<&InPlace>) -> bool {
     let holds = |name: &str, text: &str| fs::read_to_string(site.dir().join(name)).is_ok_and(|found| found == text);
-    let starts = holds(shim::PTH_FILE, shim::PTH) && holds(shim::START_FILE, shim::START);
+    let wanted = shim::starters(site.dir());
+    let starts = wanted.iter().all(|(name, text)| holds(name, text))
+        && (site.dir().join(shim::START_FILE).exists() == wanted.iter().any(|(name, _)| *name == shim::START_FILE));
     let started = [shim::PTH_FILE, shim::START_FILE].iter().any(|name| site.dir().join(name).exists());
     let lies = |served: &Served, root: &Path| {
         served.overlay.files.iter().all(|file| {
@@ -446,7 +453,7 @@ fn stage(site: &Site, transaction: &Transaction<'_>, plan: &Plan) -> Result<Opti
         listed.push((format!("{}/{inside}", state::PACKAGE), bytes));
     }
     if plan.package.state.mode == Mode::Shim {
-        for (name, text) in [(shim::START_FILE, shim::START), (shim::PTH_FILE, shim::PTH)] {
+        for (name, text) in shim::starters(site.dir()) {
             transaction.stage(&format!("stage/{name}"), text.as_bytes(), 0o644)?;
             listed.push((name.to_owned(), text.as_bytes().to_vec()));
         }
@@ -514,7 +521,11 @@ fn ops(site: &Site, transaction: &Transaction<'_>, plan: &Plan, before: Option<I
         ops.extend(uninstall::removal(site, transaction, &other));
     }
     if mode == Mode::Shim {
-        for (name, text) in [(shim::START_FILE, shim::START), (shim::PTH_FILE, shim::PTH)] {
+        let starters = shim::starters(site.dir());
+        if !starters.iter().any(|(name, _)| *name == shim::START_FILE) {
+            ops.extend(uninstall::removal(site, transaction, &site.dir().join(shim::START_FILE)));
+        }
+        for (name, text) in starters {
             place_file(&mut ops, site, transaction, &format!("stage/{name}"), &site.dir().join(name), text.as_bytes());
         }
     }

@@ -1,5 +1,8 @@
 //! The Python package `fi_arch_shim`, and what starts it. Carried in the program.
 
+use std::ffi::OsStr;
+use std::path::Path;
+
 /// The package's files, by name. `state.json`, overlay and artifacts come to stand beside them.
 pub const FILES: &[(&str, &str)] = &[
     ("__init__.py", include_str!("shim/__init__.py")),
@@ -30,7 +33,30 @@ pub const START_FILE: &str = "fi_arch_shim.start";
 /// Starts the shim by PEP 829. Python before 3.15 takes no notice of it.
 pub const START: &str = include_str!("shim/fi_arch_shim.start");
 
+/// What starts the shim in the site-packages folder `site`: names and texts, the one that makes it active last. A folder that does not
+/// tell its Python gets both.
+pub fn starters(site: &Path) -> Vec<(&'static str, &'static str)> {
+    let minor = |name: &OsStr| name.to_str()?.strip_prefix("python3.")?.trim_end_matches('t').parse::<u32>().ok();
+    let python = site.iter().rev().find_map(minor);
+    let needs_start = python.is_none_or(|minor| (3, minor) >= START_SINCE);
+    needs_start.then_some((START_FILE, START)).into_iter().chain([(PTH_FILE, PTH)]).collect()
+}
+
 /// The name of [`SITECUSTOMIZE`] in its folder.
 pub const SITECUSTOMIZE_FILE: &str = "sitecustomize.py";
 /// Starts the shim for `run`, from the first folder of `PYTHONPATH`, and then runs the `sitecustomize` behind it.
 pub const SITECUSTOMIZE: &str = include_str!("shim/sitecustomize.py");
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_python_gets_the_start_that_it_reads_and_the_cheaper_of_two() {
+        let names = |site: &str| starters(Path::new(site)).into_iter().map(|(name, _)| name).collect::<Vec<_>>();
+        assert_eq!(names("/venv/lib/python3.11/site-packages"), [PTH_FILE]);
+        assert_eq!(names("/venv/lib/python3.17t/site-packages"), [PTH_FILE]);
+        assert_eq!(names("/venv/lib/python3.18/site-packages"), [START_FILE, PTH_FILE]);
+        assert_eq!(names("/usr/lib/python3/dist-packages"), [START_FILE, PTH_FILE]);
+    }
+}
