@@ -63,7 +63,9 @@ pub struct Memo {
 
 #[derive(Debug, Default)]
 struct State {
-    entries: BTreeMap<PathBuf, Entry>,
+    /// By path as text: comparing paths component by component costs more than all else here. A path that is no text is not
+    /// remembered.
+    entries: BTreeMap<String, Entry>,
     dirty: bool,
 }
 
@@ -127,13 +129,11 @@ impl Memo {
 
     fn recall(&self, path: &Path, id: &FileId) -> Option<Entry> {
         let state = self.state.lock().expect("no thread panics while it holds the memory");
-        state.entries.get(path).filter(|entry| entry.id == *id).cloned()
+        state.entries.get(path.to_str()?).filter(|entry| entry.id == *id).cloned()
     }
 
     fn remember(&self, path: &Path, id: FileId, change: impl FnOnce(&mut Entry)) {
-        if !id.is_settled() {
-            return;
-        }
+        let Some(path) = path.to_str().filter(|_| id.is_settled()) else { return };
         let mut state = self.state.lock().expect("no thread panics while it holds the memory");
         let fresh = || Entry { id, digest: None, facts: BTreeMap::new() };
         let entry = state.entries.entry(path.to_owned()).or_insert_with(fresh);

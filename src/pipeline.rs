@@ -246,13 +246,24 @@ fn same_release(a: &str, b: &str) -> bool {
 pub fn edits(request: &Request, context: &Context, observe: Observer) -> Result<(FlashInfer, Overlay)> {
     let module = Tables::load().module(&request.module)?;
     let ground = ground(request, context, observe)?;
-    let overlay = overlay_of(module, &ground.flashinfer, request, observe)?;
+    let overlay = overlay_of(module, &ground.flashinfer, request, &context.memo, observe)?;
     Ok((ground.flashinfer, overlay))
 }
 
-fn overlay_of(module: &'static Module, flashinfer: &FlashInfer, request: &Request, observe: Observer) -> Result<Overlay> {
-    let options = overlay::Options { only: request.only.as_deref(), ..Default::default() };
-    let overlay = overlay::compute(&flashinfer.package, module, &flashinfer.version, &options)?;
+fn overlay_of(
+    module: &'static Module,
+    flashinfer: &FlashInfer,
+    request: &Request,
+    memo: &Memo,
+    observe: Observer,
+) -> Result<Overlay> {
+    let overlay = match request.only.as_deref() {
+        None => overlay::remembered(&flashinfer.package, module, &flashinfer.version, memo)?,
+        only => {
+            let options = overlay::Options { only, ..Default::default() };
+            overlay::compute(&flashinfer.package, module, &flashinfer.version, &options)?
+        }
+    };
     for warning in &overlay.warnings {
         observe(Event::Warning(warning.clone()));
     }
@@ -304,7 +315,7 @@ pub struct Planned {
 pub fn dry_run(request: &Request, context: &Context, observe: Observer) -> Result<DryRun> {
     let module = Tables::load().module(&request.module)?;
     let ground = ground(request, context, observe)?;
-    let overlay = overlay_of(module, &ground.flashinfer, request, observe)?;
+    let overlay = overlay_of(module, &ground.flashinfer, request, &context.memo, observe)?;
 
     let offline = Request { mode: Mode::Offline, ..request.clone() };
     let mut would_fetch = Vec::new();
@@ -352,7 +363,7 @@ fn wanted(request: &Request) -> impl Fn(CudaVersion) -> Result<()> + use<> {
 fn prepare(request: &Request, context: &Context, observe: Observer) -> Result<Prepared> {
     let module = Tables::load().module(&request.module)?;
     let ground = ground(request, context, observe)?;
-    let overlay = overlay_of(module, &ground.flashinfer, request, observe)?;
+    let overlay = overlay_of(module, &ground.flashinfer, request, &context.memo, observe)?;
     prepare_on(ground, overlay, module, request, context, observe)
 }
 

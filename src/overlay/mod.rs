@@ -14,11 +14,13 @@ use std::str::FromStr;
 
 use pep440_rs::Version;
 use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
 
 use crate::digest::Digest;
 use crate::error::{Error, Result};
+use crate::memo::{FileId, Memo};
 use crate::sites::{self, Source, python};
-use crate::tables::{Anchor, Defect, FilePlace, Form, Gate, Module, Place, Tables, policy_edits};
+use crate::tables::{Anchor, Defect, FilePlace, Form, Gate, Module, Place, RECIPE_FILES, Tables, policy_edits};
 
 pub use engine::{EngineOptions, engine};
 
@@ -55,7 +57,7 @@ pub struct File {
 }
 
 /// The cure of one defect in one file.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Edit {
     /// The id of the defect.
     pub id: String,
@@ -80,6 +82,7 @@ pub struct Options<'a> {
 }
 
 /// A change of some bytes of a file.
+#[derive(Debug, Serialize, Deserialize)]
 struct Change {
     bytes: Range<usize>,
     text: String,
@@ -92,21 +95,77 @@ struct Installed<'f> {
 }
 
 /// What is to be done to a file.
-#[derive(Default)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 struct Work {
     changes: Vec<Change>,
     edits: Vec<String>,
 }
 
+/// What is to be done to FlashInfer's files: all that the looking gives, so that it need not be looked for twice.
+#[derive(Debug, Serialize, Deserialize)]
+struct Found {
+    /// By path.
+    work: BTreeMap<String, Work>,
+    edits: Vec<Edit>,
+    /// Headers that are added, with the cures that want them.
+    added: BTreeMap<String, Vec<String>>,
+    warnings: Vec<String>,
+    listed: bool,
+}
+
 /// The overlay for `module` of the FlashInfer in `package` (…/flashinfer), which calls itself `version`.
 pub fn compute(package: &Path, module: &Module, version: &str, options: &Options) -> Result<Overlay> {
-    let tables = Tables::load();
     check_layout(version)?;
-    let mut bytes = BTreeMap::new();
-    for path in &module.files {
-        bytes.insert(path.as_str(), sites::read(&sites::file_in(package, path))?);
+    let bytes = read(package, module)?;
+    let found = find(package, module, version, options, &bytes)?;
+    assemble(package, module, version, options, found, &bytes)
+}
+
+/// The same with plain options, looked for once as long as FlashInfer's files, this program and its tables stay.
+pub fn remembered(package: &Path, module: &Module, version: &str, memo: &Memo) -> Result<Overlay> {
+    let options = Options::default();
+    check_layout(version)?;
+    let mut known = format!("{} {} {version}", this_program(), module.name);
+    let mut digests = BTreeMap::new();
+    for path in module.files.iter().map(String::as_str).chain(RECIPE_FILES) {
+        let digest = memo.digest(&sites::file_in(package, path)).map_err(|_| ());
+        let Ok(digest) = digest else { return compute(package, module, version, &options) };
+        known.push_str(&format!("\n{digest} {path}"));
+        digests.insert(path, digest);
     }
-    let installed = installed(&bytes);
+    let name = format!("overlay {}", Digest::of(known.as_bytes()));
+    let bytes = read(package, module)?;
+    if bytes.iter().any(|(path, bytes)| Digest::of(bytes) != digests[path]) {
+        // Somebody writes into it just now.
+        return compute(package, module, version, &options);
+    }
+    let learn = || {
+        let found = find(package, module, version, &options, &bytes)?;
+        Ok(serde_json::to_string(&found).expect("it is always JSON"))
+    };
+    let text = memo.fact(&sites::file_in(package, &module.generator.file), &name, learn)?;
+    match serde_json::from_str(&text) {
+        Ok(found) => assemble(package, module, version, &options, found, &bytes),
+        Err(_) => compute(package, module, version, &options),
+    }
+}
+
+/// What tells this program, with the tables in it, from every other: the identity of its file.
+fn this_program() -> String {
+    let meta = std::env::current_exe().and_then(fs::metadata);
+    meta.map_or_else(|_| String::new(), |meta| format!("{:?}", FileId::of(&meta)))
+}
+
+/// The module's files, by path.
+fn read<'m>(package: &Path, module: &'m Module) -> Result<BTreeMap<&'m str, Vec<u8>>> {
+    let one = |path: &'m String| Ok((path.as_str(), sites::read(&sites::file_in(package, path))?));
+    module.files.iter().map(one).collect()
+}
+
+/// Looks for every defect.
+fn find(package: &Path, module: &Module, version: &str, options: &Options, bytes: &BTreeMap<&str, Vec<u8>>) -> Result<Found> {
+    let tables = Tables::load();
+    let installed = installed(bytes);
     check_not_ours(&installed, version)?;
 
     let digests = bytes.iter().map(|(path, bytes)| ((*path).to_owned(), Digest::of(bytes))).collect();
@@ -132,7 +191,7 @@ pub fn compute(package: &Path, module: &Module, version: &str, options: &Options
 
     let mut work: BTreeMap<&str, Work> = BTreeMap::new();
     let mut edits = Vec::new();
-    let mut added: BTreeMap<&str, _> = BTreeMap::new();
+    let mut added: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for id in &module.defects {
         let defect = tables.defect(id);
         for place in &defect.places {
@@ -143,7 +202,7 @@ pub fn compute(package: &Path, module: &Module, version: &str, options: &Options
             };
             if let Some(edit) = edit {
                 for header in &defect.adds {
-                    let ids: &mut Vec<String> = added.entry(header).or_default();
+                    let ids = added.entry(header.clone()).or_default();
                     if !ids.contains(id) {
                         ids.push(id.clone());
                     }
@@ -153,22 +212,36 @@ pub fn compute(package: &Path, module: &Module, version: &str, options: &Options
         }
     }
 
+    let work = work.into_iter().map(|(path, work)| (path.to_owned(), work)).collect();
+    Ok(Found { work, edits, added, warnings, listed })
+}
+
+/// Does what was found to be done.
+fn assemble(
+    package: &Path,
+    module: &Module,
+    version: &str,
+    options: &Options,
+    found: Found,
+    bytes: &BTreeMap<&str, Vec<u8>>,
+) -> Result<Overlay> {
+    let Found { work, mut edits, added, warnings, listed } = found;
     let mut files = Vec::new();
     for (path, mut work) in work {
-        let original = &bytes[path];
+        let original = &bytes[path.as_str()];
         files.push(File {
-            path: path.to_owned(),
             pre: Some(Digest::of(original)),
             original: original.clone(),
             post: apply(original, &mut work.changes),
             edits: work.edits,
+            path,
         });
     }
     if options.serve {
         files.iter_mut().filter(|file| file.path == module.generator.file).for_each(|file| serve(file, module));
     }
     for (header, edits) in added {
-        files.push(our_header(package, header, edits)?);
+        files.push(our_header(package, &header, edits)?);
     }
     let policy = policy_edits();
     if policy.module == module.name && (options.policy || options.serve && !files.is_empty()) {

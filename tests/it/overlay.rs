@@ -6,6 +6,7 @@ use std::process::Command;
 
 use fi_arch::digest::Digest;
 use fi_arch::error::Result;
+use fi_arch::memo::Memo;
 use fi_arch::overlay::{self, Options, Overlay};
 use fi_arch::sites;
 use fi_arch::tables::{Module, RECIPE_FILES, Tables};
@@ -443,4 +444,35 @@ fn the_same_files_give_the_same_overlay() {
     let (here, there) = (overlay_of("0.6.4"), compute_in(copy.path(), "0.6.4").unwrap());
     assert_eq!(here.digest_fields(), there.digest_fields());
     assert!(here.files.is_sorted_by_key(|file| &file.path));
+}
+
+#[test]
+fn a_remembered_overlay_is_the_computed_one_until_a_byte_changes() {
+    let copy = copy_of("0.6.4");
+    let package = copy.path().join("flashinfer");
+    // What was written a moment ago is not remembered.
+    std::thread::sleep(std::time::Duration::from_millis(2100));
+    let home = tempfile::tempdir().unwrap();
+    let remembered = |memo: &Memo| overlay::remembered(&package, module(), "0.6.4", memo);
+    let computed = compute_in(copy.path(), "0.6.4").unwrap();
+    let same = |overlay: &Overlay| {
+        assert_eq!((&overlay.files, &overlay.edits), (&computed.files, &computed.edits));
+        assert_eq!((&overlay.warnings, overlay.listed), (&computed.warnings, computed.listed));
+    };
+    let memo = Memo::load(home.path());
+    same(&remembered(&memo).unwrap());
+    memo.save();
+    let text = fs::read_to_string(home.path().join("memo.json")).unwrap();
+    assert!(text.contains("hollow-kernels"), "it is in the memory");
+    // The memory alone answers: what it says of an edit comes back.
+    fs::write(home.path().join("memo.json"), text.replace("hollow-kernels", "remembered-here")).unwrap();
+    let again = remembered(&Memo::load(home.path())).unwrap();
+    assert!(again.edits.iter().any(|edit| edit.id == "remembered-here"));
+    fs::write(home.path().join("memo.json"), text).unwrap();
+    same(&remembered(&Memo::load(home.path())).unwrap());
+
+    let header = copy.path().join(HEADER);
+    let changed = fs::read_to_string(&header).unwrap().replacen("__CUDA_ARCH__ < 1200", "__CUDA_ARCH__ < 1201", 1);
+    fs::write(&header, changed).unwrap();
+    assert!(refusal(remembered(&Memo::load(home.path()))).contains("expected"));
 }
