@@ -57,4 +57,6 @@ pub mod activate;
 
 pub mod verify;
 
+pub mod smoke;
+
 pub mod cli;

@@ -1,5 +1,6 @@
 //! What is known of FlashInfer: `arch-tables/flashinfer/` read into types. Data, not code.
 
+pub mod calls;
 mod dispatching;
 mod engines;
 mod flags;

@@ -1,0 +1,477 @@
+//! The CUDA driver API, as far as `smoke` needs it: contexts, memory, streams, events, graphs, IPC.
+//!
+//! Unsafe, because every call goes into libcuda with raw pointers. What keeps it sound: handles are made here and live in
+//! types that own them; host memory is passed as slices, whose length is what is copied; device addresses go only to the
+//! driver and to kernels, never through Rust references. Memory and streams are dropped only while their context lives
+//! (each holds it), and a process whose GPU hangs exits without dropping anything.
+//!
+//! Only plain device memory (`cuMemAlloc`) is used: no managed memory, no virtual memory objects, no multicast.
+#![allow(unsafe_code)]
+
+use std::ffi::CStr;
+use std::ptr;
+use std::sync::Arc;
+
+use cudarc::driver::sys::{self, CUresult};
+
+/// Why a call of the driver failed: its own words.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CudaError {
+    pub call: &'static str,
+    pub name: String,
+}
+
+impl std::fmt::Display for CudaError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}", self.call, self.name)
+    }
+}
+
+impl std::error::Error for CudaError {}
+
+type Result<T> = std::result::Result<T, CudaError>;
+
+/// `cuGetErrorName`, <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__ERROR.html>.
+fn check(call: &'static str, result: CUresult) -> Result<()> {
+    if result == CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    let mut name = ptr::null();
+    let known = unsafe { sys::cuGetErrorName(result, &mut name) } == CUresult::CUDA_SUCCESS && !name.is_null();
+    let name = if known {
+        unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
+    } else {
+        format!("error {}", result as u32)
+    };
+    Err(CudaError { call, name })
+}
+
+macro_rules! call {
+    ($function:ident($($argument:expr),* $(,)?)) => {
+        check(stringify!($function), unsafe { sys::$function($($argument),*) })
+    };
+}
+
+/// The CUDA of the oldest driver that has all functions which are called here.
+const OLDEST: (u32, u32) = (12, 8);
+
+/// Proof that libcuda is there, is new enough, and started.
+#[derive(Debug, Clone, Copy)]
+pub struct Driver(());
+
+/// What a GPU says of itself.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct DeviceInfo {
+    pub ordinal: usize,
+    pub name: String,
+    /// 120 for compute capability 12.0.
+    pub sm: u32,
+    pub multiprocessors: u32,
+    pub memory_bytes: u64,
+    pub pci: String,
+}
+
+impl Driver {
+    /// Loads libcuda and starts it. The error says which of the two is missing: the library, or a GPU that it can use.
+    pub fn open() -> std::result::Result<Self, String> {
+        if !unsafe { sys::is_culib_present() } {
+            return Err("there is no libcuda.so.1 that the dynamic loader finds: no NVIDIA driver is installed here".to_owned());
+        }
+        call!(cuInit(0)).map_err(|error| format!("libcuda.so.1 is there and cannot start ({error})"))?;
+        let driver = Self(());
+        match driver.version() {
+            Ok(version) if version >= OLDEST => Ok(driver),
+            Ok((major, minor)) => Err(format!(
+                "the driver speaks CUDA {major}.{minor}, and functions that are used here came with {}.{} (driver 570)",
+                OLDEST.0, OLDEST.1
+            )),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    /// The newest CUDA that the driver speaks, such as (13, 0).
+    pub fn version(self) -> Result<(u32, u32)> {
+        let mut version = 0;
+        call!(cuDriverGetVersion(&mut version))?;
+        Ok((version as u32 / 1000, version as u32 % 1000 / 10))
+    }
+
+    /// All GPUs that this process may use, in the driver's order.
+    pub fn devices(self) -> Result<Vec<DeviceInfo>> {
+        let mut count = 0;
+        call!(cuDeviceGetCount(&mut count))?;
+        (0..count).map(|ordinal| self.device(ordinal)).collect()
+    }
+
+    fn device(self, ordinal: i32) -> Result<DeviceInfo> {
+        use sys::CUdevice_attribute as Attribute;
+        let mut device = 0;
+        call!(cuDeviceGet(&mut device, ordinal))?;
+        let attribute = |which| {
+            let mut value = 0;
+            call!(cuDeviceGetAttribute(&mut value, which, device)).map(|()| value as u32)
+        };
+        let mut name = [0 as std::ffi::c_char; 256];
+        call!(cuDeviceGetName(name.as_mut_ptr(), 255, device))?;
+        let mut pci = [0 as std::ffi::c_char; 64];
+        call!(cuDeviceGetPCIBusId(pci.as_mut_ptr(), 63, device))?;
+        let mut memory_bytes = 0;
+        call!(cuDeviceTotalMem_v2(&mut memory_bytes, device))?;
+        // Both buffers were zeroed and are longer than what the driver may write.
+        let text = |bytes: &[std::ffi::c_char]| unsafe { CStr::from_ptr(bytes.as_ptr()) }.to_string_lossy().into_owned();
+        let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        Ok(DeviceInfo {
+            ordinal: ordinal as usize,
+            name: text(&name),
+            sm: major * 10 + minor,
+            multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            memory_bytes: memory_bytes as u64,
+            pci: text(&pci),
+        })
+    }
+
+    /// Whether the driver says that one GPU can read and write the memory of the other. It may say so where it cannot.
+    pub fn says_peers(self, one: usize, other: usize) -> Result<bool> {
+        let mut can = 0;
+        call!(cuDeviceCanAccessPeer(&mut can, one as i32, other as i32)).map(|()| can != 0)
+    }
+}
+
+/// The primary context of a GPU: the one that the CUDA runtime in the artifact uses too.
+#[derive(Debug, Clone)]
+pub struct Context(Arc<Primary>);
+
+#[derive(Debug)]
+struct Primary {
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+}
+
+// A context may be used from any thread that makes it current, and the driver locks it.
+unsafe impl Send for Primary {}
+unsafe impl Sync for Primary {}
+
+impl Drop for Primary {
+    fn drop(&mut self) {
+        let _ = call!(cuDevicePrimaryCtxRelease_v2(self.device));
+    }
+}
+
+impl Context {
+    /// The primary context of a GPU, current in this thread.
+    pub fn open(_: Driver, ordinal: usize) -> Result<Self> {
+        let (mut device, mut context) = (0, ptr::null_mut());
+        call!(cuDeviceGet(&mut device, ordinal as i32))?;
+        call!(cuDevicePrimaryCtxRetain(&mut context, device))?;
+        let context = Self(Arc::new(Primary { device, context }));
+        context.make_current()?;
+        Ok(context)
+    }
+
+    pub fn make_current(&self) -> Result<()> {
+        call!(cuCtxSetCurrent(self.0.context))
+    }
+
+    /// Waits for all work. Only where nothing can hang.
+    pub fn synchronize(&self) -> Result<()> {
+        call!(cuCtxSynchronize())
+    }
+
+    /// `bytes` of device memory, not initialized.
+    pub fn alloc(&self, bytes: usize) -> Result<Memory> {
+        let mut address = 0;
+        call!(cuMemAlloc_v2(&mut address, bytes.max(16)))?;
+        Ok(Memory { address, bytes, _context: self.clone() })
+    }
+
+    pub fn stream(&self) -> Result<Stream> {
+        let mut stream = ptr::null_mut();
+        call!(cuStreamCreate(&mut stream, sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32))?;
+        Ok(Stream { stream, _context: self.clone() })
+    }
+
+    pub fn event(&self) -> Result<Event> {
+        let mut event = ptr::null_mut();
+        call!(cuEventCreate(&mut event, sys::CUevent_flags::CU_EVENT_DEFAULT as u32))?;
+        Ok(Event { event, _context: self.clone() })
+    }
+
+    /// Maps memory of another process. Peer access is enabled by the driver on the way.
+    pub fn open_peer(&self, handle: &IpcHandle) -> Result<PeerMemory> {
+        let mut raw = sys::CUipcMemHandle { reserved: [0; 64] };
+        for (to, from) in raw.reserved.iter_mut().zip(handle.0) {
+            *to = from as std::ffi::c_char;
+        }
+        let mut address = 0;
+        let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+        call!(cuIpcOpenMemHandle_v2(&mut address, raw, flags))?;
+        Ok(PeerMemory { address, _context: self.clone() })
+    }
+}
+
+/// Device memory of this process.
+#[derive(Debug)]
+pub struct Memory {
+    address: sys::CUdeviceptr,
+    bytes: usize,
+    _context: Context,
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        let _ = call!(cuMemFree_v2(self.address));
+    }
+}
+
+impl Memory {
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Copies `bytes` to the start of the memory.
+    pub fn write(&self, bytes: &[u8]) -> Result<()> {
+        assert!(bytes.len() <= self.bytes, "a copy stays within its memory");
+        call!(cuMemcpyHtoD_v2(self.address, bytes.as_ptr().cast(), bytes.len()))
+    }
+
+    /// Copies the start of the memory into `bytes`.
+    pub fn read(&self, bytes: &mut [u8]) -> Result<()> {
+        assert!(bytes.len() <= self.bytes, "a copy stays within its memory");
+        call!(cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), self.address, bytes.len()))
+    }
+
+    /// Copies `bytes` from a device address that the caller knows to be mapped and long enough.
+    pub fn copy_from(&self, from: &PeerMemory, bytes: usize, stream: &Stream) -> Result<()> {
+        assert!(bytes <= self.bytes, "a copy stays within its memory");
+        call!(cuMemcpyDtoDAsync_v2(self.address, from.address, bytes, stream.stream))
+    }
+
+    /// Copies the start of this memory to another process's.
+    pub fn copy_to(&self, to: &PeerMemory, bytes: usize, stream: &Stream) -> Result<()> {
+        assert!(bytes <= self.bytes, "a copy stays within its memory");
+        call!(cuMemcpyDtoDAsync_v2(to.address, self.address, bytes, stream.stream))
+    }
+
+    /// Fills the whole memory with one byte.
+    pub fn fill8(&self, byte: u8) -> Result<()> {
+        call!(cuMemsetD8_v2(self.address, byte, self.bytes))
+    }
+
+    /// Fills the whole memory with one 16-bit word.
+    pub fn fill16(&self, word: u16) -> Result<()> {
+        call!(cuMemsetD16_v2(self.address, word, self.bytes / 2))
+    }
+
+    /// What another process needs to map this memory.
+    pub fn ipc_handle(&self) -> Result<IpcHandle> {
+        let mut raw = sys::CUipcMemHandle { reserved: [0; 64] };
+        call!(cuIpcGetMemHandle(&mut raw, self.address))?;
+        Ok(IpcHandle(raw.reserved.map(|byte| byte as u8)))
+    }
+}
+
+/// Names memory across processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct IpcHandle(pub [u8; 64]);
+
+/// Memory of another process, mapped into this one.
+#[derive(Debug)]
+pub struct PeerMemory {
+    address: sys::CUdeviceptr,
+    _context: Context,
+}
+
+impl PeerMemory {
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+}
+
+impl Drop for PeerMemory {
+    fn drop(&mut self) {
+        let _ = call!(cuIpcCloseMemHandle(self.address));
+    }
+}
+
+#[derive(Debug)]
+pub struct Stream {
+    stream: sys::CUstream,
+    _context: Context,
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        let _ = call!(cuStreamDestroy_v2(self.stream));
+    }
+}
+
+impl Stream {
+    /// The handle as foreign code takes it.
+    pub fn raw(&self) -> *mut std::ffi::c_void {
+        self.stream.cast()
+    }
+
+    pub fn wait(&self, event: &Event) -> Result<()> {
+        call!(cuStreamWaitEvent(self.stream, event.event, 0))
+    }
+
+    /// From now on what is put on this stream, and on streams that wait for it, goes into a graph.
+    pub fn begin_capture(&self) -> Result<()> {
+        call!(cuStreamBeginCapture_v2(self.stream, sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED))
+    }
+
+    pub fn end_capture(&self) -> Result<Graph> {
+        let mut graph = ptr::null_mut();
+        call!(cuStreamEndCapture(self.stream, &mut graph))?;
+        Ok(Graph { graph })
+    }
+
+    pub fn launch(&self, graph: &Executable) -> Result<()> {
+        call!(cuGraphLaunch(graph.exec, self.stream))
+    }
+
+    /// Whether all work on the stream is done; an error where it failed.
+    pub fn is_done(&self) -> Result<bool> {
+        match unsafe { sys::cuStreamQuery(self.stream) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            other => check("cuStreamQuery", other).map(|()| true),
+        }
+    }
+}
+
+#[derive(Debug)]
+pub struct Event {
+    event: sys::CUevent,
+    _context: Context,
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        let _ = call!(cuEventDestroy_v2(self.event));
+    }
+}
+
+impl Event {
+    pub fn record(&self, stream: &Stream) -> Result<()> {
+        call!(cuEventRecord(self.event, stream.stream))
+    }
+
+    /// Microseconds from `earlier` to this; both must have passed.
+    pub fn micros_since(&self, earlier: &Self) -> Result<f64> {
+        let mut millis = 0f32;
+        call!(cuEventElapsedTime_v2(&mut millis, earlier.event, self.event))?;
+        Ok(f64::from(millis) * 1e3)
+    }
+}
+
+/// A captured graph.
+#[derive(Debug)]
+pub struct Graph {
+    graph: sys::CUgraph,
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        let _ = call!(cuGraphDestroy(self.graph));
+    }
+}
+
+/// A kernel as it stands in a graph.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Kernel {
+    /// Mangled.
+    pub name: String,
+    pub grid: u32,
+    pub block: u32,
+    /// Blocks a cluster; 1 without clusters.
+    pub cluster: u32,
+    /// How many clusters of it a GPU that does nothing else can hold at once.
+    pub resident_clusters: u32,
+}
+
+impl Graph {
+    /// The kernels of the graph.
+    pub fn kernels(&self) -> Result<Vec<Kernel>> {
+        let mut count = 0;
+        call!(cuGraphGetNodes(self.graph, ptr::null_mut(), &mut count))?;
+        let mut nodes = vec![ptr::null_mut(); count];
+        call!(cuGraphGetNodes(self.graph, nodes.as_mut_ptr(), &mut count))?;
+        let mut kernels = Vec::new();
+        for node in nodes {
+            let mut kind = sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_EMPTY;
+            call!(cuGraphNodeGetType(node, &mut kind))?;
+            if kind == sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_KERNEL {
+                kernels.push(kernel(node)?);
+            }
+        }
+        Ok(kernels)
+    }
+
+    pub fn instantiate(&self) -> Result<Executable> {
+        let mut exec = ptr::null_mut();
+        call!(cuGraphInstantiateWithFlags(&mut exec, self.graph, 0))?;
+        Ok(Executable { exec })
+    }
+}
+
+fn kernel(node: sys::CUgraphNode) -> Result<Kernel> {
+    // Zero is a valid value of every field of these plain C structures.
+    let mut params: sys::CUDA_KERNEL_NODE_PARAMS = unsafe { std::mem::zeroed() };
+    call!(cuGraphKernelNodeGetParams_v2(node, &mut params))?;
+    let mut function = params.func;
+    if function.is_null() {
+        call!(cuKernelGetFunction(&mut function, params.kern))?;
+    }
+    let mut name = ptr::null();
+    call!(cuFuncGetName(&mut name, function))?;
+    // The driver keeps the name as long as the function is loaded.
+    let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
+
+    let mut value: sys::CUlaunchAttributeValue = unsafe { std::mem::zeroed() };
+    let which = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+    call!(cuGraphKernelNodeGetAttribute(node, which, &mut value))?;
+    // The attribute asked for says which field of the union was written.
+    let cluster = unsafe { value.clusterDim.x }.max(1);
+
+    let mut attribute: sys::CUlaunchAttribute = unsafe { std::mem::zeroed() };
+    attribute.id = which;
+    attribute.value.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: cluster, y: 1, z: 1 };
+    let config = sys::CUlaunchConfig {
+        gridDimX: params.gridDimX,
+        gridDimY: params.gridDimY,
+        gridDimZ: params.gridDimZ,
+        blockDimX: params.blockDimX,
+        blockDimY: params.blockDimY,
+        blockDimZ: params.blockDimZ,
+        sharedMemBytes: params.sharedMemBytes,
+        hStream: ptr::null_mut(),
+        attrs: &mut attribute,
+        numAttrs: 1,
+    };
+    let mut resident = 0;
+    call!(cuOccupancyMaxActiveClusters(&mut resident, function, &config))?;
+    Ok(Kernel {
+        name,
+        grid: params.gridDimX * params.gridDimY * params.gridDimZ,
+        block: params.blockDimX * params.blockDimY * params.blockDimZ,
+        cluster,
+        resident_clusters: resident.max(0) as u32,
+    })
+}
+
+/// A graph that can be launched.
+#[derive(Debug)]
+pub struct Executable {
+    exec: sys::CUgraphExec,
+}
+
+impl Drop for Executable {
+    fn drop(&mut self) {
+        let _ = call!(cuGraphExecDestroy(self.exec));
+    }
+}

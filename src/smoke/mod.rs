@@ -1,0 +1,6 @@
+//! The GPU proof.
+pub mod cases;
+pub mod ffi;
+pub mod layout;
+pub mod numbers;
+pub mod signature;

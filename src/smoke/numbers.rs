@@ -1,0 +1,245 @@
+//! The number formats of the kernels' inputs and outputs, and rounding to them.
+
+use half::{bf16, f16};
+use serde::{Deserialize, Serialize};
+
+/// The type of inputs and outputs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DType {
+    Bf16,
+    Fp16,
+    Fp32,
+}
+
+impl DType {
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Bf16 => "bf16",
+            Self::Fp16 => "fp16",
+            Self::Fp32 => "fp32",
+        }
+    }
+
+    /// Bytes of one element.
+    pub fn size(self) -> usize {
+        if self == Self::Fp32 { 4 } else { 2 }
+    }
+
+    /// Largest relative error of rounding to nearest.
+    pub fn unit(self) -> f64 {
+        match self {
+            Self::Bf16 => 2f64.powi(-8),
+            Self::Fp16 => 2f64.powi(-11),
+            Self::Fp32 => 2f64.powi(-24),
+        }
+    }
+
+    /// Largest absolute error of rounding a subnormal to nearest: half of the smallest one.
+    pub fn quantum(self) -> f64 {
+        match self {
+            Self::Bf16 => 2f64.powi(-134),
+            Self::Fp16 => 2f64.powi(-25),
+            Self::Fp32 => 2f64.powi(-150),
+        }
+    }
+
+    /// The largest subnormal, as bits.
+    pub fn largest_subnormal(self) -> u32 {
+        match self {
+            Self::Bf16 => 0x007f,
+            Self::Fp16 => 0x03ff,
+            Self::Fp32 => 0x007f_ffff,
+        }
+    }
+
+    /// −0.0, as bits: what tells "not yet written" in the buffers of the one-shot kernels.
+    pub fn negative_zero(self) -> u32 {
+        1 << (8 * self.size() - 1)
+    }
+
+    /// A NaN that no arithmetic of a GPU gives, as bits.
+    pub fn poison(self) -> u32 {
+        match self {
+            // One pattern for both, so that a buffer can be filled before its type is known.
+            Self::Bf16 | Self::Fp16 => 0x7fa5,
+            Self::Fp32 => 0x7fa5_7fa5,
+        }
+    }
+
+    pub fn decode(self, bits: u32) -> f64 {
+        match self {
+            Self::Bf16 => bf16::from_bits(bits as u16).to_f64(),
+            Self::Fp16 => f16::from_bits(bits as u16).to_f64(),
+            Self::Fp32 => f64::from(f32::from_bits(bits)),
+        }
+    }
+
+    /// The bits of the nearest number.
+    pub fn encode(self, value: f64) -> u32 {
+        match self {
+            Self::Bf16 => bf16::from_f64(value).to_bits().into(),
+            Self::Fp16 => f16::from_f64(value).to_bits().into(),
+            Self::Fp32 => (value as f32).to_bits(),
+        }
+    }
+}
+
+/// Elements as they lie in memory, each in the low bits of a word.
+pub fn words(dtype: DType, bytes: &[u8]) -> Vec<u32> {
+    match dtype {
+        DType::Fp32 => bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+        _ => bytes.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]).into()).collect(),
+    }
+}
+
+/// The bytes of elements that lie in the low bits of words.
+pub fn bytes(dtype: DType, words: &[u32]) -> Vec<u8> {
+    match dtype {
+        DType::Fp32 => words.iter().flat_map(|word| word.to_le_bytes()).collect(),
+        _ => words.iter().flat_map(|word| (*word as u16).to_le_bytes()).collect(),
+    }
+}
+
+/// A small float whose finite values are few enough to list: sign, exponent and mantissa bits, and a largest finite value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Small {
+    /// 8 bits: E4M3 without infinities.
+    E4m3,
+    /// 4 bits: E2M1, all finite.
+    E2m1,
+}
+
+impl Small {
+    fn shape(self) -> (i32, i32, i32) {
+        // exponent bits, mantissa bits, exponent bias
+        match self {
+            Self::E4m3 => (4, 3, 7),
+            Self::E2m1 => (2, 1, 1),
+        }
+    }
+
+    pub fn largest(self) -> f64 {
+        match self {
+            Self::E4m3 => 448.0,
+            Self::E2m1 => 6.0,
+        }
+    }
+
+    /// The value of a code; NaN where it is none.
+    pub fn decode(self, code: u8) -> f64 {
+        let (exponent_bits, mantissa_bits, bias) = self.shape();
+        let mantissa = i32::from(code) & ((1 << mantissa_bits) - 1);
+        let exponent = (i32::from(code) >> mantissa_bits) & ((1 << exponent_bits) - 1);
+        let negative = (code >> (exponent_bits + mantissa_bits)) & 1 == 1;
+        if self == Self::E4m3 && exponent == 15 && mantissa == 7 {
+            return f64::NAN;
+        }
+        let fraction = f64::from(mantissa) / f64::from(1 << mantissa_bits);
+        let value = if exponent == 0 {
+            fraction * 2f64.powi(1 - bias)
+        } else {
+            (1.0 + fraction) * 2f64.powi(exponent - bias)
+        };
+        if negative { -value } else { value }
+    }
+
+    /// The value that is nearest to `value`, ties to even, held within the largest finite one.
+    pub fn round(self, value: f64) -> f64 {
+        if value.is_nan() {
+            return value;
+        }
+        let (_, mantissa_bits, bias) = self.shape();
+        let magnitude = value.abs();
+        let step = if magnitude == 0.0 {
+            2f64.powi(1 - bias - mantissa_bits)
+        } else {
+            2f64.powi((magnitude.log2().floor() as i32).max(1 - bias) - mantissa_bits)
+        };
+        let rounded = (magnitude / step).round_ties_even() * step;
+        rounded.min(self.largest()).copysign(value)
+    }
+}
+
+/// The value of an E8M0 code, a power of two.
+pub fn decode_e8m0(code: u8) -> f64 {
+    if code == 0xff { f64::NAN } else { 2f64.powi(i32::from(code) - 127) }
+}
+
+/// The smallest power of two that is not below `value`, within E8M0.
+pub fn power_of_two_above(value: f64) -> f64 {
+    if value <= 0.0 {
+        return 2f64.powi(-127);
+    }
+    let mut exponent = value.log2().ceil() as i32;
+    // The logarithm may be off by one where `value` is a power of two or nearly.
+    while 2f64.powi(exponent - 1) >= value {
+        exponent -= 1;
+    }
+    while 2f64.powi(exponent) < value {
+        exponent += 1;
+    }
+    2f64.powi(exponent.clamp(-127, 127))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn e4m3_and_e2m1_decode_as_their_definitions_list_them() {
+        let e2m1: Vec<f64> = (0..8).map(|code| Small::E2m1.decode(code)).collect();
+        assert_eq!(e2m1, [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]);
+        assert_eq!(Small::E2m1.decode(0xf), -6.0);
+        assert_eq!(Small::E4m3.decode(0x01), 2f64.powi(-9));
+        assert_eq!(Small::E4m3.decode(0x08), 2f64.powi(-6));
+        assert_eq!(Small::E4m3.decode(0x38), 1.0);
+        assert_eq!(Small::E4m3.decode(0x7e), 448.0);
+        assert!(Small::E4m3.decode(0x7f).is_nan() && Small::E4m3.decode(0xff).is_nan());
+        assert_eq!(Small::E4m3.decode(0xb8), -1.0);
+    }
+
+    #[test]
+    fn rounding_gives_the_nearest_code_with_ties_to_even() {
+        for small in [Small::E4m3, Small::E2m1] {
+            let codes = if small == Small::E4m3 { 0..0x7fu8 } else { 0..8 };
+            let values: Vec<f64> = codes.map(|code| small.decode(code)).collect();
+            for (code, pair) in values.windows(2).enumerate() {
+                let middle = (pair[0] + pair[1]) / 2.0;
+                let even = if code % 2 == 0 { pair[0] } else { pair[1] };
+                assert_eq!(small.round(middle), even, "{small:?}: the middle of {pair:?}");
+                assert_eq!(small.round(middle * (1.0 - 1e-9)), pair[0]);
+                assert_eq!(small.round(-middle * (1.0 + 1e-9)), -pair[1]);
+            }
+            assert_eq!(small.round(1e9), small.largest());
+            assert_eq!(small.round(-1e9), -small.largest());
+            assert_eq!(small.round(0.0), 0.0);
+        }
+    }
+
+    #[test]
+    fn a_power_of_two_is_its_own_scale_and_anything_above_takes_the_next() {
+        for exponent in -126..=127 {
+            let power = 2f64.powi(exponent);
+            assert_eq!(power_of_two_above(power), power);
+            assert_eq!(power_of_two_above(power * (1.0 + 1e-12)), 2f64.powi((exponent + 1).min(127)));
+        }
+        assert_eq!(power_of_two_above(0.0), 2f64.powi(-127));
+        assert_eq!(decode_e8m0(127), 1.0);
+        assert!(decode_e8m0(255).is_nan());
+    }
+
+    #[test]
+    fn sixteen_bit_types_round_trip_and_poison_is_nan() {
+        for dtype in [DType::Bf16, DType::Fp16, DType::Fp32] {
+            assert!(dtype.decode(dtype.poison()).is_nan());
+            assert_eq!(dtype.decode(dtype.negative_zero()).to_bits(), (-0.0f64).to_bits());
+            assert_eq!(dtype.decode(dtype.encode(1.5)), 1.5);
+            let subnormal = dtype.decode(dtype.largest_subnormal());
+            assert!(subnormal > 0.0 && dtype.encode(subnormal) == dtype.largest_subnormal());
+            let words = [1, dtype.poison(), dtype.negative_zero()];
+            assert_eq!(super::words(dtype, &bytes(dtype, &words)), words);
+        }
+        assert_eq!(DType::Bf16.encode(1.0 + 2f64.powi(-8)), 0x3f80, "a tie goes to even");
+    }
+}
