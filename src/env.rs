@@ -24,6 +24,8 @@ pub const FI_ARCH_REQUIRE: &str = "FI_ARCH_REQUIRE";
 pub const CUDA_HOME: &str = "CUDA_HOME";
 /// The other common name of `CUDA_HOME`; FlashInfer reads it second.
 pub const CUDA_PATH: &str = "CUDA_PATH";
+/// How many queues a process has on a GPU. Set for `smoke`'s workers, whose ranks wait for each other.
+pub const CUDA_DEVICE_MAX_CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 /// The active virtual environment.
 pub const VIRTUAL_ENV: &str = "VIRTUAL_ENV";
 /// The active conda environment.

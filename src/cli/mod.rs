@@ -13,6 +13,7 @@ mod retarget;
 mod run;
 mod scan;
 mod selection;
+mod smoke;
 mod status;
 mod tables;
 mod uninstall;
@@ -46,8 +47,7 @@ struct Cli {
 const EXIT_CODES: &str = "\
 Exit codes:
   0    what was asked for is so
-  1    doctor, inspect, scan, cache verify or tables check found a fault; uninstall left a file that somebody else changed
-  1    doctor, verify, inspect, scan, cache verify or tables check found a fault
+  1    doctor, verify, inspect, scan, smoke, cache verify or tables check found a fault; uninstall left a file that somebody else changed
   2    the command line is wrong
   3    the machine lacks something: nvcc, headers, disk, network, GPU
   4    a release, target or arch is unknown, unsupported or beyond this nvcc
@@ -67,7 +67,11 @@ enum Verb {
     Inspect(inspect::Args),
     Scan(scan::Args),
     Cache(cache::Args),
+    Smoke(smoke::Args),
     Tables(tables::Args),
+    /// A process of `smoke`, started by it
+    #[command(name = crate::smoke::supervise::WORKER_VERB, hide = true)]
+    SmokeWorker,
     #[command(name = RETARGET, hide = true)]
     Retarget(retarget::Args),
 }
@@ -114,7 +118,9 @@ fn dispatch(verb: Verb, output: &Output) -> Result<Exit> {
         Verb::Inspect(args) => inspect::run(args, output),
         Verb::Scan(args) => scan::run(args, output),
         Verb::Cache(args) => cache::run(args, output),
+        Verb::Smoke(args) => smoke::run(args, output),
         Verb::Tables(args) => tables::run(args, output),
+        Verb::SmokeWorker => smoke::worker(),
         Verb::Retarget(args) => Err(retarget::run(args)),
     }
 }

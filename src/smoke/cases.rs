@@ -192,6 +192,31 @@ impl Case {
         }
     }
 
+    /// Parts of the names of the kernels that each call must put into the graph, once each. The same in all releases known.
+    pub fn kernels(&self) -> &'static [&'static str] {
+        match self.what {
+            What::Fusion { oneshot: true, .. } => &["allreduce_fusion_kernel_oneshot_lamport"],
+            What::Fusion { oneshot: false, .. } => &["allreduce_fusion_kernel_twoshot_sync"],
+            What::Custom { path, .. } => match path {
+                Custom::NormLamport => &["lamport_style_one_shot_all_reduce_norm_kernel"],
+                Custom::NormOneShot => &["one_shot_all_reduce_norm_kernel"],
+                Custom::NormTwoShot => &["twoShotAllReduceKernel", "rms_norm_kernel"],
+                Custom::PrePostOneShot => &["one_shot_prenorm_all_reduce_norm_kernel"],
+                Custom::PrePostTwoShot => &["twoShotAllReduceKernel", "rms_pre_post_norm_kernel"],
+                Custom::OneShotPull | Custom::OneShotPush => &["oneShotAllReduceKernel"],
+                Custom::TwoShotPull | Custom::TwoShotPush => &["twoShotAllReduceKernel"],
+            },
+            What::MoeReduction { .. } => &["moereduce_allreduce_fusion_kernel_oneshot_lamport"],
+            What::MoeFinalize { .. } => &["moefinalize_allreduce_fusion_kernel_oneshot_lamport"],
+            What::Initialize | What::InitializeAll => &[],
+        }
+    }
+
+    /// Whether a kernel lets the next one in before its own data has come.
+    pub fn triggers_early(&self) -> bool {
+        matches!(self.what, What::Fusion { trigger_at_end: false, .. })
+    }
+
     /// Whether no rank may begin a replay before all have ended the one before it.
     pub fn in_step(&self) -> bool {
         matches!(self.what, What::MoeFinalize { .. })

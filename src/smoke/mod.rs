@@ -1,6 +1,284 @@
-//! The GPU proof.
+//! Runs an artifact on GPUs, in captured CUDA graphs, and holds every number that it computes against a float64 reference.
+//!
+//! | file | what it is |
+//! | --- | --- |
+//! | `cases` | what is run: one case is one call with one shape; the sets of cases |
+//! | `numbers` | the number formats, and rounding to them |
+//! | `inputs` | the inputs of a replay, from a seed |
+//! | `reference` | what is right, and how far from it an output may be |
+//! | `layout` | sizes and layouts of workspaces and scale factors |
+//! | `signature` | which parameter list a function has; values bound to it by name |
+//! | `ffi` | the two modules that touch foreign code: the CUDA driver, and TVM-FFI |
+//! | `libraries` | which libtvm_ffi and libcudart are loaded |
+//! | `stage` | a worker's side of the GPU: memory, graph, replays |
+//! | `worker`, `protocol`, `supervise` | the processes: who hosts ranks, what they say to each other, who kills them |
+//! | `platform` | what on this machine keeps GPUs from reading each other's memory |
+//! | `report` | what a run showed |
+//!
+//! Ranks live in worker processes: this program itself, started again with a hidden verb. A kernel that waits for a rank
+//! which never comes cannot be stopped from inside its process, so the supervisor never touches the GPU, every wait has a
+//! deadline, and workers that do not answer are killed.
+//!
+//! Inputs are made and outputs compared on the host, in float64, by all its cores.
+
 pub mod cases;
 pub mod ffi;
+mod inputs;
 pub mod layout;
+mod libraries;
 pub mod numbers;
-pub mod signature;
+mod platform;
+pub mod protocol;
+mod reference;
+pub mod report;
+mod signature;
+mod stage;
+pub mod supervise;
+pub mod worker;
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use crate::cubin::usable::usable;
+use crate::cubin::{self, Inventory, Kind};
+use crate::error::{Error, Result};
+use crate::exit::Exit;
+use crate::store::{self, Manifest};
+use crate::survey::Environment;
+use crate::tables::calls::calls;
+use cases::{Planned, Scope, Set};
+use ffi::driver::Driver;
+use protocol::Unknown;
+use report::Report;
+use supervise::{Crew, Played, Supervisor, Transport, Verdict};
+
+/// What a user asks of `smoke`.
+#[derive(Debug, Clone)]
+pub struct Request {
+    pub artifact: PathBuf,
+    pub transport: Transport,
+    pub sets: Vec<Set>,
+    pub ranks: Vec<usize>,
+    /// Ordinals of GPUs; all of them where empty.
+    pub gpus: Vec<usize>,
+    /// Only cases whose name has all of these words in it.
+    pub only: Vec<String>,
+    /// Replays of each case, in place of the set's own number.
+    pub replays: Option<u32>,
+    /// Run cases that meet a known fault of the release as well.
+    pub known_faults: bool,
+    pub deadline: Duration,
+    pub tvm_ffi: Option<PathBuf>,
+    pub cudart: Option<PathBuf>,
+}
+
+/// What happens on the way, for a display.
+#[derive(Debug)]
+pub enum Event<'a> {
+    Step(String),
+    /// A case has ended, as number `at` of `of`.
+    Played { at: usize, of: usize, played: &'a Played },
+}
+
+/// Runs the cases. An error means that nothing could be run; faults that cases show are in the report.
+pub fn run(
+    request: &Request,
+    environment: Option<&Environment>,
+    home: &Path,
+    observe: &mut dyn FnMut(Event),
+) -> Result<Report> {
+    let started = Instant::now();
+    let inventory = cubin::read(&request.artifact)?;
+    let exports = exports(&inventory);
+    if exports.is_empty() {
+        return Err(Error::new(Exit::Fault, format!("{} has no function that can be called", request.artifact.display()))
+            .because("it exports no __tvm_ffi_… symbol")
+            .hint("name the trtllm_comm.so that `fi-arch build` prints, or another build of that module"));
+    }
+    if !Driver::is_there() {
+        return Err(Error::machine("no NVIDIA driver is on this machine")
+            .because("the dynamic loader finds no libcuda.so.1")
+            .hint("run smoke on the machine with the GPU; in a container, pass the GPU through (docker run --gpus all)"));
+    }
+    let manifest = manifest_beside(&request.artifact);
+    let crew = Crew {
+        artifact: absolute(&request.artifact)?,
+        tvm_ffi: libraries::tvm_ffi(request.tvm_ffi.as_deref(), environment, home)?,
+        cudart: libraries::cudart(request.cudart.as_deref(), inventory.linkage.as_ref(), environment, home)?,
+        transport: request.transport,
+        gpus: request.gpus.clone(),
+        deadline: request.deadline,
+    };
+    observe(Event::Step("starting a worker on the GPU".to_owned()));
+    let mut supervisor = Supervisor::new(crew);
+    let machine = supervisor.machine()?;
+    let gpus = supervisor.gpus();
+    let sm = sm_of(&machine.devices, &gpus)?;
+    runs_on(&inventory, sm, &request.artifact)?;
+
+    let known: BTreeSet<i64> = calls().patterns.iter().map(|pattern| pattern.code).collect();
+    let patterns = patterns(&inventory);
+    let uncallable: BTreeSet<&str> = machine.unknown.iter().map(|unknown| unknown.function.as_str()).collect();
+    let functions = exports.iter().filter(|name| !uncallable.contains(name.as_str())).cloned().collect();
+    let scope = Scope { sm, functions, patterns: patterns.clone(), ranks: request.ranks.clone() };
+    let planned = plan(request, &scope)?;
+
+    let most = planned.iter().filter(|one| one.not_run.is_none()).map(|one| one.case.ranks).max().unwrap_or(0);
+    let transport_proven = supervisor.one_gpu_a_rank(most) && most > 1;
+    let mut platform_faults = Vec::new();
+    if request.transport == Transport::Ipc && most > 1 {
+        observe(Event::Step(format!("trying whether {most} ranks can read and write each other's memory")));
+        platform_faults = supervisor.probe(most)?;
+    }
+    let mut played = Vec::with_capacity(planned.len());
+    for (at, one) in planned.iter().enumerate() {
+        let one = if platform_faults.is_empty() {
+            supervisor.play(at as u64, one)?
+        } else {
+            let verdict = Verdict::NotRun("the ranks cannot read and write each other's memory".to_owned());
+            Played { case: one.case.clone(), verdict, outcome: Default::default(), launches: Vec::new() }
+        };
+        observe(Event::Played { at: at + 1, of: planned.len(), played: &one });
+        played.push(one);
+    }
+    let remarks = if platform_faults.is_empty() { Vec::new() } else { platform::remarks() };
+    Ok(Report {
+        artifact: request.artifact.clone(),
+        flashinfer: manifest.map(|manifest| manifest.flashinfer),
+        targets: inventory.images.iter().map(|image| image.target.clone()).collect::<BTreeSet<_>>().into_iter().collect(),
+        transport: request.transport,
+        transport_proven,
+        not_called: not_called(&exports, &machine.unknown, &played),
+        devices: machine.devices,
+        gpus,
+        driver: machine.driver,
+        tvm_ffi: machine.tvm_ffi,
+        played,
+        unknown_patterns: patterns.difference(&known).copied().collect(),
+        platform_faults,
+        remarks,
+        elapsed_s: started.elapsed().as_secs_f64(),
+    })
+}
+
+/// The cases that a request asks for, in order.
+fn plan(request: &Request, scope: &Scope) -> Result<Vec<Planned>> {
+    let mut planned: Vec<Planned> = request.sets.iter().flat_map(|set| cases::plan(*set, scope)).collect();
+    planned.retain(|one| {
+        let name = one.case.to_string();
+        request.only.iter().all(|part| name.contains(part.as_str()))
+    });
+    for one in &mut planned {
+        if let Some(replays) = request.replays {
+            one.case.replays = replays;
+        }
+        if request.known_faults && one.case.known_fault().is_some() {
+            one.not_run = None;
+        }
+    }
+    if planned.is_empty() {
+        return Err(Error::usage("there is no such case").hint("`fi-arch smoke ARTIFACT --list` shows the names of all cases"));
+    }
+    Ok(planned)
+}
+
+/// The cases that a request would run on a GPU of SM `sm`. Needs no GPU.
+pub fn list(request: &Request, sm: u32) -> Result<Vec<Planned>> {
+    let inventory = cubin::read(&request.artifact)?;
+    let scope = Scope { sm, functions: exports(&inventory), patterns: patterns(&inventory), ranks: request.ranks.clone() };
+    plan(request, &scope)
+}
+
+/// The functions that an artifact exports, without their prefix.
+fn exports(inventory: &Inventory) -> BTreeSet<String> {
+    let symbols = inventory.linkage.iter().flat_map(|linkage| &linkage.exports);
+    let names = symbols.filter_map(|symbol| symbol.name.strip_prefix("__tvm_ffi_"));
+    // Newer releases of TVM-FFI export a description beside each function.
+    names.filter(|name| !name.starts_with('_')).map(str::to_owned).collect()
+}
+
+/// The patterns of the fusion function that the artifact's kernels name.
+fn patterns(inventory: &Inventory) -> BTreeSet<i64> {
+    const MARK: &str = "22AllReduceFusionPatternE";
+    let kernels = inventory.images.iter().flat_map(|image| &image.kernels).map(|kernel| kernel.name.as_str());
+    let codes = kernels.filter_map(|name| {
+        let (_, rest) = name.split_once(MARK)?;
+        rest.split_once('E')?.0.parse().ok()
+    });
+    codes.collect()
+}
+
+/// The one SM of the GPUs that are used.
+fn sm_of(devices: &[ffi::driver::DeviceInfo], gpus: &[usize]) -> Result<u32> {
+    let of = |ordinal: &usize| devices.iter().find(|device| device.ordinal == *ordinal);
+    if let Some(missing) = gpus.iter().find(|ordinal| of(ordinal).is_none()) {
+        return Err(Error::usage(format!("there is no GPU {missing}"))
+            .because(format!("the driver shows {}: {}", devices.len(), names(devices))));
+    }
+    let sms: BTreeSet<u32> = gpus.iter().filter_map(of).map(|device| device.sm).collect();
+    match sms.into_iter().collect::<Vec<_>>()[..] {
+        [sm] => Ok(sm),
+        [] => Err(Error::machine("the driver shows no GPU")),
+        _ => Err(Error::machine("the GPUs are of different kinds").because(names(devices)).hint("choose GPUs with --gpus 0,1")),
+    }
+}
+
+fn names(devices: &[ffi::driver::DeviceInfo]) -> String {
+    devices.iter().map(|device| format!("{} {} (sm_{})", device.ordinal, device.name, device.sm)).collect::<Vec<_>>().join(", ")
+}
+
+/// Refuses an artifact that has no machine code for the GPU.
+fn runs_on(inventory: &Inventory, sm: u32, artifact: &Path) -> Result<()> {
+    let split = |target: &str| {
+        let number = target.trim_start_matches("sm_");
+        let suffix = number.trim_start_matches(|c: char| c.is_ascii_digit()).to_owned();
+        number.trim_end_matches(suffix.as_str()).parse::<u32>().ok().map(|number| (number, suffix))
+    };
+    let has_code = inventory.images.iter().filter(|image| image.kind == Kind::Sass && !image.kernels.is_empty()).any(|image| {
+        split(&image.target).is_some_and(|(number, suffix)| usable(Kind::Sass, number, &suffix, sm).is_some())
+    });
+    if has_code {
+        return Ok(());
+    }
+    let targets: BTreeSet<&str> = inventory.images.iter().map(|image| image.target.as_str()).collect();
+    Err(Error::new(Exit::Fault, format!("{} has no machine code for this GPU", artifact.display()))
+        .because(format!("it is for {}, and the GPU is of sm_{sm}", targets.into_iter().collect::<Vec<_>>().join(", ")))
+        .hint(format!("`fi-arch build --sm {sm}` makes one that is")))
+}
+
+/// The manifest beside an artifact that lies in a store or in an environment; none where there is none for it.
+fn manifest_beside(artifact: &Path) -> Option<Manifest> {
+    let text = std::fs::read(artifact.with_file_name("manifest.json")).ok()?;
+    let manifest: Manifest = serde_json::from_value(store::unseal_value(&text).ok()?).ok()?;
+    (artifact.file_name()? == manifest.artifact.file.as_str()).then_some(manifest)
+}
+
+/// Every exported function that no case has called, and why.
+fn not_called(exports: &BTreeSet<String>, unknown: &[Unknown], played: &[Played]) -> Vec<Unknown> {
+    let called = |name: &String| {
+        played.iter().any(|one| {
+            let function = one.case.what.function();
+            // Every workspace is initialized by the artifact's own function.
+            let initializes = !matches!(one.verdict, Verdict::NotRun(_) | Verdict::Lost(_))
+                && name == if function == "trtllm_custom_all_reduce" { "trtllm_lamport_initialize_all" } else { "trtllm_lamport_initialize" };
+            initializes || (function == name && matches!(one.verdict, Verdict::Pass | Verdict::Fail(_)))
+        })
+    };
+    let why = |name: &String| {
+        if let Some(unknown) = unknown.iter().find(|unknown| unknown.function == **name) {
+            return unknown.why.clone();
+        }
+        if !calls().functions.iter().any(|function| function.name == *name) {
+            return "the tables do not know it".to_owned();
+        }
+        let of_it = played.iter().filter(|one| one.case.what.function() == name);
+        of_it.filter_map(|one| one.why()).next().map_or_else(|| "no case of it was asked for".to_owned(), str::to_owned)
+    };
+    let names = exports.iter().filter(|name| !called(name));
+    names.map(|name| Unknown { function: name.clone(), why: why(name) }).collect()
+}
+
+fn absolute(path: &Path) -> Result<PathBuf> {
+    std::path::absolute(path).map_err(|error| Error::io("resolve", path, error))
+}

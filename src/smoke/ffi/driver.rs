@@ -11,6 +11,7 @@
 use std::ffi::CStr;
 use std::ptr;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{self, CUresult};
 
@@ -72,9 +73,14 @@ pub struct DeviceInfo {
 }
 
 impl Driver {
+    /// Whether there is a libcuda that the dynamic loader finds.
+    pub fn is_there() -> bool {
+        unsafe { sys::is_culib_present() }
+    }
+
     /// Loads libcuda and starts it. The error says which of the two is missing: the library, or a GPU that it can use.
     pub fn open() -> std::result::Result<Self, String> {
-        if !unsafe { sys::is_culib_present() } {
+        if !Self::is_there() {
             return Err("there is no libcuda.so.1 that the dynamic loader finds: no NVIDIA driver is installed here".to_owned());
         }
         call!(cuInit(0)).map_err(|error| format!("libcuda.so.1 is there and cannot start ({error})"))?;
@@ -182,7 +188,7 @@ impl Context {
     pub fn alloc(&self, bytes: usize) -> Result<Memory> {
         let mut address = 0;
         call!(cuMemAlloc_v2(&mut address, bytes.max(16)))?;
-        Ok(Memory { address, bytes, _context: self.clone() })
+        Ok(Memory { address, bytes, context: self.clone() })
     }
 
     pub fn stream(&self) -> Result<Stream> {
@@ -215,7 +221,7 @@ impl Context {
 pub struct Memory {
     address: sys::CUdeviceptr,
     bytes: usize,
-    _context: Context,
+    context: Context,
 }
 
 impl Drop for Memory {
@@ -245,16 +251,35 @@ impl Memory {
         call!(cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), self.address, bytes.len()))
     }
 
-    /// Copies `bytes` from a device address that the caller knows to be mapped and long enough.
-    pub fn copy_from(&self, from: &PeerMemory, bytes: usize, stream: &Stream) -> Result<()> {
+    /// The first `bytes`, read while kernels are at work; none where the copy does not end in time.
+    pub fn read_within(&self, bytes: usize, deadline: Duration) -> Result<Option<Vec<u8>>> {
         assert!(bytes <= self.bytes, "a copy stays within its memory");
-        call!(cuMemcpyDtoDAsync_v2(self.address, from.address, bytes, stream.stream))
+        let stream = self.context.stream()?;
+        let mut held = vec![0; bytes];
+        call!(cuMemcpyDtoHAsync_v2(held.as_mut_ptr().cast(), self.address, bytes, stream.stream))?;
+        let until = Instant::now() + deadline;
+        while !stream.is_done()? {
+            if Instant::now() > until {
+                // The copy may still come: its target must stay.
+                held.leak();
+                std::mem::forget(stream);
+                return Ok(None);
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(Some(held))
     }
 
-    /// Copies the start of this memory to another process's.
-    pub fn copy_to(&self, to: &PeerMemory, bytes: usize, stream: &Stream) -> Result<()> {
+    /// Copies `bytes` of another process's memory, from `offset` on, to the start of this one.
+    pub fn copy_from(&self, from: &PeerMemory, offset: usize, bytes: usize, stream: &Stream) -> Result<()> {
         assert!(bytes <= self.bytes, "a copy stays within its memory");
-        call!(cuMemcpyDtoDAsync_v2(to.address, self.address, bytes, stream.stream))
+        call!(cuMemcpyDtoDAsync_v2(self.address, from.address + offset as u64, bytes, stream.stream))
+    }
+
+    /// Copies the start of this memory to another process's, at `offset`.
+    pub fn copy_to(&self, to: &PeerMemory, offset: usize, bytes: usize, stream: &Stream) -> Result<()> {
+        assert!(bytes <= self.bytes, "a copy stays within its memory");
+        call!(cuMemcpyDtoDAsync_v2(to.address + offset as u64, self.address, bytes, stream.stream))
     }
 
     /// Fills the whole memory with one byte.

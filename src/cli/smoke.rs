@@ -1,0 +1,450 @@
+//! `fi-arch smoke`.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::io::IsTerminal;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::{Value, json};
+
+use super::output::Output;
+use crate::build::provision::Mode;
+use crate::cancel;
+use crate::error::{Error, Result};
+use crate::exit::Exit;
+use crate::pipeline::{self, Context};
+use crate::smoke::cases::{Case, Planned, RANKS, Set, What};
+use crate::smoke::ffi::driver::Driver;
+use crate::smoke::report::{Report, junit};
+use crate::smoke::supervise::{Played, Transport, Verdict};
+use crate::smoke::{self, Event, Request};
+use crate::{survey, target};
+
+/// Prove on GPUs that an artifact computes the right numbers, inside captured CUDA graphs
+///
+/// Runs every function of the artifact and every pattern of its fused all-reduce, with fresh inputs in each replay, and holds
+/// each number against a float64 reference. Needs no Python and no torch. Ends with 1 when a number is wrong or a rank hangs.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The artifact: a trtllm_comm.so of fi-arch's store, or built by FlashInfer itself
+    #[arg(value_name = "ARTIFACT", required_unless_present = "env")]
+    artifact: Option<PathBuf>,
+
+    /// A Python environment: its artifact in the store, its libtvm_ffi and its CUDA runtime [default for the last two: the active one]
+    #[arg(long, value_name = "DIR")]
+    env: Option<PathBuf>,
+
+    /// Where ranks live: in processes with CUDA IPC between them, as the engines have it, or as streams of one process on one GPU
+    #[arg(long, value_enum, default_value_t = TransportArg::Ipc)]
+    transport: TransportArg,
+
+    /// How many ranks: a list of 2, 4, 8 [default: 2,4,8; with --quick 2]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = clap::value_parser!(u8))]
+    ranks: Vec<u8>,
+
+    /// The GPUs that ranks go to in turn, by the driver's numbers [default: all]
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    gpus: Vec<usize>,
+
+    /// A gate before a server starts: the main shapes of every pattern in seconds, in little memory
+    #[arg(long, conflicts_with = "cases")]
+    quick: bool,
+
+    /// Which cases: every shape once, every pair of choices a thousand times, or both
+    #[arg(long, value_enum, default_value_t = CasesArg::All)]
+    cases: CasesArg,
+
+    /// Only cases whose name has TEXT in it; may be given several times, then all must be
+    #[arg(long, value_name = "TEXT")]
+    only: Vec<String>,
+
+    /// Replays of each case [default: 20; 1000 in the pairwise set; 5 with --quick]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    replays: Option<u32>,
+
+    /// How long the GPU may take for one replay before it counts as hung, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=600))]
+    deadline: u64,
+
+    /// Also run cases that every release is known to get wrong
+    #[arg(long)]
+    known_faults: bool,
+
+    /// Print the names of the cases for the target of this GPU (or TARGET, such as 120), and run none
+    #[arg(long, value_name = "TARGET", num_args = 0..=1)]
+    list: Option<Option<String>>,
+
+    /// libtvm_ffi.so, or a folder that holds it [default: the environment's, else the one that a build fetched]
+    #[arg(long, value_name = "FILE|DIR")]
+    tvm_ffi: Option<PathBuf>,
+
+    /// The CUDA runtime that the artifact needs, such as libcudart.so.13 [default: the environment's, else the system's]
+    #[arg(long, value_name = "FILE")]
+    cudart: Option<PathBuf>,
+
+    /// Also write the results as JUnit XML
+    #[arg(long, value_name = "FILE")]
+    junit: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum TransportArg {
+    /// One process a rank, CUDA IPC between them
+    Ipc,
+    /// One process, each rank a stream of one graph
+    Inproc,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum CasesArg {
+    All,
+    Pairwise,
+    Both,
+}
+
+pub fn run(args: Args, output: &Output) -> Result<Exit> {
+    cancel::on_signals();
+    let context = Context::open()?;
+    let environment = survey::environment(args.env.as_deref(), &context.memo)?;
+    let request = request(&args, &context)?;
+    if let Some(sm) = &args.list {
+        return list(&request, sm.as_deref(), output);
+    }
+    let mut display = Display::new(output);
+    let ran = smoke::run(&request, environment.as_ref(), &context.home, &mut |event| display.event(event));
+    display.finish();
+    let report = ran?;
+    if let Some(path) = &args.junit {
+        std::fs::write(path, junit(&report)).map_err(|error| Error::io("write", path, error))?;
+    }
+    output.result(|| report_json(&report), || report_text(&report));
+    Ok(match report.word() {
+        "pass" => Exit::Right,
+        "platform" => Exit::Machine,
+        _ => Exit::Fault,
+    })
+}
+
+/// The hidden verb of the worker processes.
+pub fn worker() -> Result<Exit> {
+    smoke::worker::serve().map_err(|error| Error::machine("a worker lost its supervisor").because(error))?;
+    Ok(Exit::Right)
+}
+
+fn request(args: &Args, context: &Context) -> Result<Request> {
+    let ranks: Vec<usize> = match (&args.ranks[..], args.quick) {
+        ([], true) => vec![2],
+        ([], false) => RANKS.to_vec(),
+        (given, _) => given.iter().map(|ranks| usize::from(*ranks)).collect(),
+    };
+    if let Some(odd) = ranks.iter().find(|ranks| !RANKS.contains(ranks)) {
+        return Err(Error::usage(format!("{odd} ranks are none of the sizes that the kernels know")).hint("2, 4 and 8 are"));
+    }
+    let artifact = match &args.artifact {
+        Some(artifact) => artifact.clone(),
+        None => stored(args, context)?,
+    };
+    Ok(Request {
+        artifact,
+        transport: match args.transport {
+            TransportArg::Ipc => Transport::Ipc,
+            TransportArg::Inproc => Transport::InProcess,
+        },
+        sets: match (args.quick, args.cases) {
+            (true, _) => vec![Set::Quick],
+            (false, CasesArg::All) => vec![Set::All],
+            (false, CasesArg::Pairwise) => vec![Set::Pairwise],
+            (false, CasesArg::Both) => vec![Set::All, Set::Pairwise],
+        },
+        ranks,
+        gpus: args.gpus.clone(),
+        only: args.only.clone(),
+        replays: args.replays,
+        known_faults: args.known_faults,
+        deadline: Duration::from_secs(args.deadline),
+        tvm_ffi: args.tvm_ffi.clone(),
+        cudart: args.cudart.clone(),
+    })
+}
+
+/// The artifact in the store for the environment that `--env` names and the GPU of this machine.
+fn stored(args: &Args, context: &Context) -> Result<PathBuf> {
+    let driver = Driver::open().map_err(|why| Error::machine("this machine cannot run an artifact").because(why))?;
+    let devices = driver.devices().map_err(|error| Error::machine("the driver does not tell its GPUs").because(error))?;
+    let wanted = args.gpus.first().copied().unwrap_or(0);
+    let device = devices.get(wanted).ok_or_else(|| Error::usage(format!("there is no GPU {wanted}")))?;
+    let request = pipeline::Request {
+        module: "trtllm_comm".to_owned(),
+        target: target::parse(&device.sm.to_string())?,
+        flashinfer: None,
+        env: args.env.clone(),
+        consumer: None,
+        toolkit: None,
+        jobs: None,
+        mode: Mode::Offline,
+        explain: false,
+        gate_only: false,
+    };
+    let planned = pipeline::dry_run(&request, context, &mut |_| ())?.planned;
+    planned.and_then(|planned| planned.entry).map(|entry| entry.artifact).ok_or_else(|| {
+        let dir = args.env.as_deref().unwrap_or(Path::new(".")).display();
+        Error::machine("the store has no artifact for this environment and this GPU")
+            .hint(format!("`fi-arch build --sm {} --env {dir}` makes one, or name an artifact", device.sm))
+    })
+}
+
+fn list(request: &Request, sm: Option<&str>, output: &Output) -> Result<Exit> {
+    let sm = match sm {
+        Some(text) => target::parse(text)?.sm,
+        None => {
+            let found = Driver::open().and_then(|driver| driver.devices().map_err(|error| error.to_string()));
+            let found = found.map_err(|why| Error::machine("the target of the GPU cannot be asked for").because(why).hint("name one: --list 120"))?;
+            found.first().map(|device| device.sm).ok_or_else(|| Error::machine("there is no GPU").hint("name a target: --list 120"))?
+        }
+    };
+    let planned = smoke::list(request, sm)?;
+    let line = |one: &Planned| match &one.not_run {
+        None => format!("{}\n", one.case),
+        Some(why) => format!("{} – not run: {why}\n", one.case),
+    };
+    output.result(
+        || json!({ "cases": planned.iter().map(|one| {
+            let mut case = case_json(&one.case);
+            case["not_run"] = json!(one.not_run);
+            case
+        }).collect::<Vec<_>>() }),
+        || planned.iter().map(line).collect(),
+    );
+    Ok(Exit::Right)
+}
+
+/// Shows how far a run is, on stderr.
+struct Display {
+    bar: Option<ProgressBar>,
+    quiet: bool,
+    failed: usize,
+}
+
+impl Display {
+    fn new(output: &Output) -> Self {
+        let terminal = std::io::stderr().is_terminal();
+        let bar = terminal.then(|| {
+            let bar = ProgressBar::new(0);
+            if let Ok(style) = ProgressStyle::with_template("{spinner} {pos}/{len} {elapsed:.dim} {msg}") {
+                bar.set_style(style);
+            }
+            bar.enable_steady_tick(Duration::from_millis(120));
+            bar
+        });
+        Self { bar, quiet: output.is_json() && !terminal, failed: 0 }
+    }
+
+    fn event(&mut self, event: Event) {
+        match event {
+            Event::Step(text) => match &self.bar {
+                Some(bar) => bar.set_message(text),
+                None if !self.quiet => eprintln!("{text} …"),
+                None => {}
+            },
+            Event::Played { at, of, played } => {
+                let failure = match &played.verdict {
+                    Verdict::Fail(why) => Some(format!("FAIL {}: {why}", played.case)),
+                    _ => None,
+                };
+                self.failed += usize::from(failure.is_some());
+                match &self.bar {
+                    Some(bar) => {
+                        if let Some(failure) = failure {
+                            bar.println(failure);
+                        }
+                        bar.set_length(of as u64);
+                        bar.set_position(at as u64);
+                        bar.set_message(played.case.to_string());
+                    }
+                    None if !self.quiet => {
+                        if let Some(failure) = failure {
+                            eprintln!("{failure}");
+                        }
+                        if at % 100 == 0 || at == of {
+                            eprintln!("  {at} of {of} cases, {} failed", self.failed);
+                        }
+                    }
+                    None => {}
+                }
+            }
+        }
+    }
+
+    fn finish(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+fn case_json(case: &Case) -> Value {
+    let mut value = json!({
+        "name": case.to_string(),
+        "function": case.what.function(),
+        "pattern": case.pattern(),
+        "dtype": case.dtype.word(),
+        "tokens": case.tokens,
+        "hidden": case.hidden,
+        "ranks": case.ranks,
+        "oneshot": case.oneshot(),
+        "pdl": case.pdl,
+    });
+    if let What::Fusion { fp32_acc, trigger_at_end, scales, .. } = case.what {
+        value["fp32_acc"] = json!(fp32_acc);
+        value["trigger"] = json!(if trigger_at_end { "end" } else { "start" });
+        value["scales"] = json!(scales);
+    }
+    value
+}
+
+fn played_json(played: &Played) -> Value {
+    let mut value = case_json(&played.case);
+    let ran = !played.outcome.micros.is_empty();
+    value["error"] = json!(ran.then_some(played.outcome.error));
+    value["of_bound"] = json!(ran.then_some(played.outcome.of_bound));
+    value["replays"] = json!(played.outcome.right);
+    value["median_us"] = json!(played.median_us());
+    value["verdict"] = json!(played.word());
+    value["why"] = json!(played.why());
+    value["kernels"] = json!(played.launches);
+    value
+}
+
+fn report_json(report: &Report) -> Value {
+    let counts = report.counts();
+    let problem = |code: &str, message: &str| json!({ "code": code, "message": message });
+    let mut problems: Vec<Value> =
+        report.platform_faults.iter().map(|fault| problem("platform", fault)).collect();
+    problems.extend(report.played.iter().filter_map(|played| match &played.verdict {
+        Verdict::Fail(why) => Some(problem("wrong", &format!("{}: {why}", played.case))),
+        _ => None,
+    }));
+    json!({
+        "verdict": report.word(),
+        "artifact": report.artifact.display().to_string(),
+        "flashinfer": report.flashinfer,
+        "targets": report.targets,
+        "transport": report.transport.word(),
+        "transport_proven": report.transport_proven,
+        "gpus": report.gpus,
+        "devices": report.devices,
+        "driver_cuda": report.driver,
+        "tvm_ffi": report.tvm_ffi,
+        "counts": {
+            "passed": counts.passed, "failed": counts.failed, "skipped": counts.skipped, "not_run": counts.not_run, "lost": counts.lost,
+        },
+        "clusters": report.clusters(),
+        "not_called": report.not_called,
+        "unknown_patterns": report.unknown_patterns,
+        "problems": problems,
+        "remarks": report.remarks,
+        "elapsed_s": report.elapsed_s,
+        "cases": report.played.iter().map(played_json).collect::<Vec<_>>(),
+    })
+}
+
+/// What cases of one kind had in common.
+#[derive(Default)]
+struct Line {
+    passed: usize,
+    failed: usize,
+    left_out: usize,
+    error: f64,
+    of_bound: f64,
+    micros: Vec<f64>,
+}
+
+fn report_text(report: &Report) -> String {
+    let mut text = String::new();
+    let _ = writeln!(text, "{}", report.artifact.display());
+    let gpus: Vec<_> = report.gpus.iter().filter_map(|at| report.devices.iter().find(|device| device.ordinal == *at)).collect();
+    let named = gpus.first().map_or_else(String::new, |gpu| format!("{} × {} (sm_{})", gpus.len(), gpu.name, gpu.sm));
+    let _ = writeln!(text, "  on {named}, driver for CUDA {}, tvm-ffi {}", report.driver, report.tvm_ffi.as_deref().unwrap_or("unknown"));
+    let transport = match (report.transport, report.transport_proven) {
+        (Transport::Ipc, true) => "a process and a GPU for each rank, CUDA IPC between them",
+        (Transport::Ipc, false) => "a process for each rank, several on one GPU: transport not proven",
+        (Transport::InProcess, _) => "all ranks in one process on one GPU: transport not proven",
+    };
+    let _ = writeln!(text, "  {transport}\n");
+    let mut lines: BTreeMap<(String, &str), Line> = BTreeMap::new();
+    for played in &report.played {
+        let shot = played.case.oneshot().map_or("", |oneshot| if oneshot { "one-shot" } else { "two-shot" });
+        let line = lines.entry((played.case.pattern(), shot)).or_default();
+        match played.verdict {
+            Verdict::Pass => line.passed += 1,
+            Verdict::Fail(_) => line.failed += 1,
+            _ => line.left_out += 1,
+        }
+        if played.verdict == Verdict::Pass {
+            line.error = line.error.max(played.outcome.error);
+            line.of_bound = line.of_bound.max(played.outcome.of_bound);
+            line.micros.extend(played.median_us());
+        }
+    }
+    let _ = writeln!(text, "  {:24} {:9} {:>6} {:>6} {:>8} {:>9} {:>8}  median µs a call", "", "", "passed", "failed", "left out", "error", "of bound");
+    for ((pattern, shot), line) in &lines {
+        let least = line.micros.iter().copied().fold(f64::INFINITY, f64::min);
+        let most = line.micros.iter().copied().fold(0.0, f64::max);
+        let micros = if line.micros.is_empty() { String::new() } else { format!("{least:.1} – {most:.1}") };
+        let _ = writeln!(
+            text,
+            "  {pattern:24} {shot:9} {:>6} {:>6} {:>8} {:>9.1e} {:>8.2}  {micros}",
+            line.passed, line.failed, line.left_out, line.error, line.of_bound
+        );
+    }
+    text.push('\n');
+    reasons(&mut text, report);
+    let counts = report.counts();
+    let _ = writeln!(
+        text,
+        "{}: {} passed, {} failed, {} skipped, {} not run, in {:.1} s",
+        report.word(),
+        counts.passed,
+        counts.failed,
+        counts.skipped,
+        counts.not_run + counts.lost,
+        report.elapsed_s
+    );
+    text
+}
+
+/// What failed, and why cases were left out, each reason once.
+fn reasons(text: &mut String, report: &Report) {
+    for fault in &report.platform_faults {
+        let _ = writeln!(text, "  platform: {fault}");
+    }
+    for remark in &report.remarks {
+        let _ = writeln!(text, "  remark: {remark}");
+    }
+    let mut left_out: BTreeMap<&str, usize> = BTreeMap::new();
+    for played in &report.played {
+        match &played.verdict {
+            Verdict::Fail(why) => _ = writeln!(text, "  FAIL {}: {why}", played.case),
+            Verdict::Pass => {}
+            Verdict::Skipped(why) if why.starts_with("its ranks cannot") => {
+                *left_out.entry("its ranks cannot all make progress on one GPU").or_default() += 1;
+            }
+            Verdict::Skipped(why) | Verdict::NotRun(why) | Verdict::Lost(why) => *left_out.entry(why).or_default() += 1,
+        }
+    }
+    for (why, count) in left_out {
+        let _ = writeln!(text, "  {count} left out: {why}");
+    }
+    for unknown in &report.not_called {
+        let _ = writeln!(text, "  not called: {}: {}", unknown.function, unknown.why);
+    }
+    if !report.unknown_patterns.is_empty() {
+        let _ = writeln!(text, "  patterns that the tables do not know, not run: {:?}", report.unknown_patterns);
+    }
+    let clusters: Vec<_> = report.clusters().iter().map(|(size, cases)| format!("{size} in {cases}")).collect();
+    if !clusters.is_empty() {
+        let _ = writeln!(text, "  cluster sizes: {} cases", clusters.join(", "));
+    }
+}

@@ -1,0 +1,169 @@
+//! What the supervisor and its workers say to each other: one JSON object a line, over one socket a worker.
+//!
+//! A case goes so: `Begin` → `Begun`, `Connect` → `Ready` (or `Skipped`, `Failed`), `Go` → `At` for each replay → `Ended`,
+//! `Close` → `Closed`. A case that goes in step has a `Stepped` after each replay but the last, and a `Go` before each. A
+//! worker that finds its GPU hung says `Hung` and ends without giving anything back.
+
+use std::io::{self, BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::cases::Case;
+use super::ffi::driver::DeviceInfo;
+
+/// What the supervisor asks for.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub enum Order {
+    /// Load everything; answered by `Opened`, `Lacks` or `Broken`.
+    Open { artifact: PathBuf, tvm_ffi: PathBuf, cudart: Option<PathBuf>, device: usize, deadline_ms: u64 },
+    /// Allocate what the hosted `ranks` of a case need. `share`: hand out IPC handles.
+    Begin { number: u64, case: Case, ranks: Vec<usize>, share: bool },
+    /// The handles of all ranks' buffers, by rank and buffer; none without IPC. Makes the graph.
+    Connect { handles: Vec<Vec<String>> },
+    /// Run the replays (all of them, or the next one where a case goes in step).
+    Go,
+    /// Let go of the other ranks' memory.
+    Close,
+    /// A buffer that other workers can read and write. Answered by `Begun`.
+    Probe { rank: usize },
+    /// Copy from and to the probe buffers of the others. Answered by `Probed`.
+    ProbePeers { handles: Vec<String> },
+    /// Look at what the others wrote. Answered by `Probed`.
+    ProbeOwn,
+}
+
+/// What a worker answers.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub enum Answer {
+    Opened { devices: Vec<DeviceInfo>, driver: String, tvm_ffi: Option<String>, unknown: Vec<Unknown> },
+    /// The machine cannot run any case.
+    Lacks(String),
+    /// The artifact cannot be loaded.
+    Broken(String),
+    Begun { handles: Vec<Vec<String>> },
+    Ready { kernels: Vec<Launch> },
+    /// The case cannot be run here, and why.
+    Skipped(String),
+    /// A rank begins a replay, counted from 0.
+    At { rank: usize, replay: u32 },
+    /// A replay of a case that goes in step has ended, and it was not the last.
+    Stepped,
+    Ended(Outcome),
+    Closed,
+    /// What is wrong with the memory of each peer that was looked at, if anything.
+    Probed { faults: Vec<String> },
+    /// CUDA or the artifact raised an error; the GPU cannot be trusted with the next case.
+    Failed(String),
+    /// The GPU did not finish in time; where each hosted rank stands.
+    Hung { replay: u32, standing: Vec<String> },
+}
+
+/// A function that is not called, since its parameters are unknown.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Unknown {
+    pub function: String,
+    pub why: String,
+}
+
+/// A kernel of the graph, and how it is launched.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Launch {
+    /// Mangled.
+    pub kernel: String,
+    pub grid: u32,
+    pub block: u32,
+    pub cluster: u32,
+    /// How often it stands in the graph.
+    pub count: usize,
+}
+
+/// What came of the replays.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Outcome {
+    /// The first thing that was wrong.
+    pub wrong: Option<String>,
+    /// Replays whose numbers were all right.
+    pub right: u32,
+    pub error: f64,
+    pub of_bound: f64,
+    /// Of each replay, in microseconds a call.
+    pub micros: Vec<f64>,
+}
+
+/// One end of the socket.
+#[derive(Debug)]
+pub struct Line {
+    reader: BufReader<UnixStream>,
+    writer: UnixStream,
+}
+
+impl Line {
+    pub fn new(socket: UnixStream) -> io::Result<Self> {
+        Ok(Self { writer: socket.try_clone()?, reader: BufReader::new(socket) })
+    }
+
+    pub fn send(&mut self, message: &impl Serialize) -> io::Result<()> {
+        let mut text = serde_json::to_vec(message)?;
+        text.push(b'\n');
+        self.writer.write_all(&text)
+    }
+
+    /// The next message; none at the end.
+    pub fn receive<T: DeserializeOwned>(&mut self) -> io::Result<Option<T>> {
+        let mut text = String::new();
+        if self.reader.read_line(&mut text)? == 0 {
+            return Ok(None);
+        }
+        Ok(Some(serde_json::from_str(&text)?))
+    }
+
+    /// The two ends of one line, one to read from in a thread of its own.
+    pub fn split(self) -> (BufReader<UnixStream>, UnixStream) {
+        (self.reader, self.writer)
+    }
+}
+
+/// Bytes as they stand in a message.
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// 64 bytes from their text.
+pub fn unhex(text: &str) -> Option<[u8; 64]> {
+    let mut bytes = [0; 64];
+    if text.len() != 128 || !text.is_ascii() {
+        return None;
+    }
+    for (at, byte) in bytes.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(&text[2 * at..2 * at + 2], 16).ok()?;
+    }
+    Some(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_pass_whole_and_the_end_is_no_error() {
+        let (one, other) = UnixStream::pair().unwrap();
+        let (mut one, mut other) = (Line::new(one).unwrap(), Line::new(other).unwrap());
+        one.send(&Order::Probe { rank: 3 }).unwrap();
+        one.send(&Order::Go).unwrap();
+        assert!(matches!(other.receive().unwrap(), Some(Order::Probe { rank: 3 })));
+        assert!(matches!(other.receive().unwrap(), Some(Order::Go)));
+        drop(one);
+        assert!(other.receive::<Order>().unwrap().is_none());
+    }
+
+    #[test]
+    fn handles_survive_being_text() {
+        let bytes: [u8; 64] = std::array::from_fn(|at| at as u8 * 5);
+        assert_eq!(unhex(&hex(&bytes)), Some(bytes));
+        assert_eq!(unhex("00"), None);
+        assert_eq!(unhex(&"zz".repeat(64)), None);
+    }
+}

@@ -1,0 +1,228 @@
+//! What a run showed, and its form as JUnit XML.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+use super::ffi::driver::DeviceInfo;
+use super::protocol::Unknown;
+use super::supervise::{Played, Transport, Verdict};
+
+/// A whole run.
+#[derive(Debug)]
+pub struct Report {
+    pub artifact: PathBuf,
+    /// From the manifest beside the artifact, where there is one.
+    pub flashinfer: Option<String>,
+    pub targets: Vec<String>,
+    pub transport: Transport,
+    /// Did every rank have a GPU of its own, in every case that was run?
+    pub transport_proven: bool,
+    pub devices: Vec<DeviceInfo>,
+    /// Ordinals of the GPUs that were used.
+    pub gpus: Vec<usize>,
+    pub driver: String,
+    pub tvm_ffi: Option<String>,
+    pub played: Vec<Played>,
+    /// Exported functions that were not called, and why.
+    pub not_called: Vec<Unknown>,
+    /// Codes of patterns that the artifact has and the tables do not know.
+    pub unknown_patterns: Vec<i64>,
+    /// What does not work between the GPUs, whatever is run on them.
+    pub platform_faults: Vec<String>,
+    pub remarks: Vec<String>,
+    pub elapsed_s: f64,
+}
+
+/// How many cases ended how.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counts {
+    pub passed: usize,
+    pub failed: usize,
+    pub skipped: usize,
+    pub not_run: usize,
+    /// Left out because workers were lost.
+    pub lost: usize,
+}
+
+impl Report {
+    pub fn counts(&self) -> Counts {
+        let mut counts = Counts::default();
+        for played in &self.played {
+            match played.verdict {
+                Verdict::Pass => counts.passed += 1,
+                Verdict::Fail(_) => counts.failed += 1,
+                Verdict::Skipped(_) => counts.skipped += 1,
+                Verdict::NotRun(_) => counts.not_run += 1,
+                Verdict::Lost(_) => counts.lost += 1,
+            }
+        }
+        counts
+    }
+
+    /// Success needs a case that passed, and none that failed or was left out after a loss.
+    pub fn passed(&self) -> bool {
+        let counts = self.counts();
+        counts.passed > 0 && counts.failed == 0 && counts.lost == 0 && self.platform_faults.is_empty()
+    }
+
+    /// `pass`, `fail`, or `platform`: the fault is the machine's, not the artifact's.
+    pub fn word(&self) -> &'static str {
+        match (self.passed(), self.platform_faults.is_empty()) {
+            (true, _) => "pass",
+            (false, false) => "platform",
+            (false, true) => "fail",
+        }
+    }
+
+    /// The sizes of the clusters that kernels were launched in, with how many cases had each.
+    pub fn clusters(&self) -> BTreeMap<u32, usize> {
+        let mut clusters = BTreeMap::new();
+        for played in self.played.iter().filter(|played| played.verdict == Verdict::Pass) {
+            let sizes: std::collections::BTreeSet<u32> = played.launches.iter().map(|launch| launch.cluster).collect();
+            sizes.into_iter().for_each(|size| *clusters.entry(size).or_default() += 1);
+        }
+        clusters
+    }
+}
+
+impl Played {
+    /// `pass`, `fail`, `skipped` or `not-run`.
+    pub fn word(&self) -> &'static str {
+        match self.verdict {
+            Verdict::Pass => "pass",
+            Verdict::Fail(_) => "fail",
+            Verdict::Skipped(_) => "skipped",
+            Verdict::NotRun(_) | Verdict::Lost(_) => "not-run",
+        }
+    }
+
+    /// Why it is not a pass.
+    pub fn why(&self) -> Option<&str> {
+        match &self.verdict {
+            Verdict::Pass => None,
+            Verdict::Fail(why) | Verdict::Skipped(why) | Verdict::NotRun(why) | Verdict::Lost(why) => Some(why),
+        }
+    }
+
+    /// Microseconds a call, the median over the replays; none where none was run.
+    pub fn median_us(&self) -> Option<f64> {
+        let mut micros = self.outcome.micros.clone();
+        micros.sort_by(f64::total_cmp);
+        micros.get(micros.len() / 2).copied()
+    }
+}
+
+/// The run as JUnit XML: one test case a case.
+pub fn junit(report: &Report) -> String {
+    let counts = report.counts();
+    let mut xml = String::from("<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n");
+    let totals = format!(
+        "tests=\"{}\" failures=\"{}\" errors=\"0\" skipped=\"{}\" time=\"{:.3}\"",
+        report.played.len(),
+        counts.failed,
+        counts.skipped + counts.not_run + counts.lost,
+        report.elapsed_s
+    );
+    let _ = writeln!(xml, "<testsuites {totals}>");
+    let name = format!("fi-arch smoke {} {}", report.transport.word(), report.artifact.display());
+    let _ = writeln!(xml, "  <testsuite name=\"{}\" {totals}>", escape(&name));
+    for played in &report.played {
+        let seconds = played.outcome.micros.iter().sum::<f64>() * played.case.calls() as f64 / 1e6;
+        let _ = write!(
+            xml,
+            "    <testcase classname=\"{}\" name=\"{}\" time=\"{seconds:.6}\"",
+            escape(played.case.what.function()),
+            escape(&played.case.to_string())
+        );
+        let (tag, why) = match (&played.verdict, played.why()) {
+            (_, None) => {
+                xml.push_str("/>\n");
+                continue;
+            }
+            (Verdict::Fail(_), Some(why)) => ("failure", why),
+            (_, Some(why)) => ("skipped", why),
+        };
+        let _ = writeln!(xml, ">\n      <{tag} message=\"{}\"/>\n    </testcase>", escape(why));
+    }
+    xml.push_str("  </testsuite>\n</testsuites>\n");
+    xml
+}
+
+/// Text as it may stand in an attribute. What XML cannot hold is left out.
+fn escape(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for character in text.chars() {
+        match character {
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '"' => escaped.push_str("&quot;"),
+            '\n' | '\t' | '\r' => escaped.push(' '),
+            control if control.is_control() => {}
+            other => escaped.push(other),
+        }
+    }
+    escaped
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::smoke::cases::{Case, Custom, REPLAYS, What};
+    use crate::smoke::numbers::DType;
+    use crate::smoke::protocol::Outcome;
+
+    fn played(tokens: usize, verdict: Verdict) -> Played {
+        let what = What::Custom { path: Custom::NormLamport, bias: false };
+        let case = Case { what, dtype: DType::Bf16, ranks: 2, tokens, hidden: 7168, pdl: true, replays: REPLAYS };
+        let outcome = Outcome { micros: vec![5.0, 1.0, 9.0], ..Outcome::default() };
+        Played { case, verdict, outcome, launches: Vec::new() }
+    }
+
+    fn report(verdicts: Vec<Verdict>) -> Report {
+        Report {
+            artifact: "a<b>.so".into(),
+            flashinfer: None,
+            targets: Vec::new(),
+            transport: Transport::Ipc,
+            transport_proven: false,
+            devices: Vec::new(),
+            gpus: Vec::new(),
+            driver: String::new(),
+            tvm_ffi: None,
+            played: verdicts.into_iter().enumerate().map(|(at, verdict)| played(at + 1, verdict)).collect(),
+            not_called: Vec::new(),
+            unknown_patterns: Vec::new(),
+            platform_faults: Vec::new(),
+            remarks: Vec::new(),
+            elapsed_s: 1.5,
+        }
+    }
+
+    #[test]
+    fn success_needs_a_pass_and_no_fault_and_nothing_lost() {
+        let skip = || Verdict::Skipped("x".into());
+        assert!(report(vec![Verdict::Pass, skip(), Verdict::NotRun("y".into())]).passed());
+        assert!(!report(vec![skip()]).passed());
+        assert!(!report(vec![]).passed());
+        assert!(!report(vec![Verdict::Pass, Verdict::Fail("z".into())]).passed());
+        assert!(!report(vec![Verdict::Pass, Verdict::Lost("z".into())]).passed());
+        let faulty = Report { platform_faults: vec!["p".into()], ..report(vec![Verdict::Pass]) };
+        assert_eq!((faulty.passed(), faulty.word()), (false, "platform"));
+    }
+
+    #[test]
+    fn junit_has_one_test_case_a_case_and_escapes_what_it_quotes() {
+        let xml = junit(&report(vec![Verdict::Pass, Verdict::Fail("1 < 2 & \"3\"\u{1}".into()), Verdict::Skipped("s".into())]));
+        assert_eq!(xml.matches("<testcase ").count(), 3);
+        assert!(xml.contains("tests=\"3\" failures=\"1\" errors=\"0\" skipped=\"1\""), "{xml}");
+        assert!(xml.contains("<failure message=\"1 &lt; 2 &amp; &quot;3&quot;\"/>"), "{xml}");
+        assert!(xml.contains("a&lt;b&gt;.so"), "{xml}");
+    }
+
+    #[test]
+    fn the_median_is_of_the_replays() {
+        assert_eq!(played(1, Verdict::Pass).median_us(), Some(5.0));
+    }
+}

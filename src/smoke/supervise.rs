@@ -1,0 +1,573 @@
+//! Over the workers: starts them, passes cases, and kills what does not answer. Nothing here can hang with a GPU.
+
+use std::fs::File;
+use std::io::{BufRead, Read, Seek, SeekFrom, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::time::{Duration, Instant};
+
+use super::cases::{Case, Planned};
+use super::ffi::driver::DeviceInfo;
+use super::protocol::{Answer, Launch, Line, Order, Outcome, Unknown};
+use crate::cancel;
+use crate::env;
+use crate::error::{Error, Result};
+
+/// How long a worker may take to start: the driver, the libraries, the artifact.
+const START: Duration = Duration::from_secs(120);
+/// How long a worker has, after its own deadline, to say so.
+const GRACE: Duration = Duration::from_secs(5);
+/// After so many lost sets of workers nothing more is tried: each costs a deadline and a start.
+const LOST_AT_MOST: usize = 6;
+
+/// The hidden verb with which this program runs as a worker.
+pub const WORKER_VERB: &str = "smoke-worker";
+
+/// Where ranks live.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Transport {
+    /// All ranks in one process, each a stream of one graph, on one GPU.
+    InProcess,
+    /// Each rank in a process of its own, with CUDA IPC between them.
+    Ipc,
+}
+
+impl Transport {
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::InProcess => "inproc",
+            Self::Ipc => "ipc",
+        }
+    }
+}
+
+/// What workers need to know.
+#[derive(Debug, Clone)]
+pub struct Crew {
+    pub artifact: PathBuf,
+    pub tvm_ffi: PathBuf,
+    pub cudart: Option<PathBuf>,
+    pub transport: Transport,
+    /// Ordinals of the GPUs that ranks go to in turn; all of them where empty.
+    pub gpus: Vec<usize>,
+    /// How long the GPU may take for one replay.
+    pub deadline: Duration,
+}
+
+/// What came of a case.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Verdict {
+    Pass,
+    /// Wrong numbers, a wrong graph, an error or a hang.
+    Fail(String),
+    /// It cannot be run with these GPUs.
+    Skipped(String),
+    /// It was left out, for the reason given.
+    NotRun(String),
+    /// Left out because workers were lost: nothing is proven of it.
+    Lost(String),
+}
+
+/// A case and what came of it.
+#[derive(Debug, Clone)]
+pub struct Played {
+    pub case: Case,
+    pub verdict: Verdict,
+    pub outcome: Outcome,
+    pub launches: Vec<Launch>,
+}
+
+/// What the first worker said of the machine.
+#[derive(Debug, Clone)]
+pub struct Machine {
+    pub devices: Vec<DeviceInfo>,
+    pub driver: String,
+    pub tvm_ffi: Option<String>,
+    pub unknown: Vec<Unknown>,
+}
+
+/// The workers of one run.
+pub struct Supervisor {
+    crew: Crew,
+    workers: Vec<Worker>,
+    answers: Receiver<(u64, Option<Answer>)>,
+    sender: Sender<(u64, Option<Answer>)>,
+    started: u64,
+    lost: usize,
+    /// The group of cases in which workers were lost.
+    dead_group: Option<String>,
+    machine: Option<Machine>,
+}
+
+struct Worker {
+    /// Tells its answers from those of a worker that was in its place before.
+    id: u64,
+    child: Child,
+    orders: UnixStream,
+    log: File,
+    /// Where its ranks stood when it last said so.
+    standing: Vec<(usize, u32)>,
+}
+
+/// Why workers are no more.
+enum Gone {
+    /// Nothing can be run on this machine, or with this artifact.
+    Never(Error),
+    /// These workers are lost; what it was, in words.
+    Lost(String),
+}
+
+impl From<Error> for Gone {
+    fn from(error: Error) -> Self {
+        Self::Never(error)
+    }
+}
+
+impl Supervisor {
+    pub fn new(crew: Crew) -> Self {
+        let (sender, answers) = mpsc::channel();
+        Self { crew, workers: Vec::new(), answers, sender, started: 0, lost: 0, dead_group: None, machine: None }
+    }
+
+    /// Starts the first worker and asks it for the machine.
+    pub fn machine(&mut self) -> Result<Machine> {
+        match self.staff(1) {
+            Ok(()) => Ok(self.machine.clone().expect("a worker that opened said so")),
+            Err(Gone::Never(error)) => Err(error),
+            Err(Gone::Lost(how)) => Err(Error::machine("no worker could be started").because(how)),
+        }
+    }
+
+    /// Whether every rank has a GPU of its own.
+    pub fn one_gpu_a_rank(&self, ranks: usize) -> bool {
+        self.crew.transport == Transport::Ipc && self.gpus().len() >= ranks
+    }
+
+    /// The GPUs that ranks go to in turn.
+    pub fn gpus(&self) -> Vec<usize> {
+        match (&self.crew.gpus[..], &self.machine) {
+            ([], Some(machine)) => machine.devices.iter().map(|device| device.ordinal).collect(),
+            ([], None) => vec![0],
+            (gpus, _) => gpus.to_vec(),
+        }
+    }
+
+    /// How many processes a case with so many ranks takes.
+    fn processes(&self, ranks: usize) -> usize {
+        if self.crew.transport == Transport::Ipc { ranks } else { 1 }
+    }
+
+    /// Has each of `ranks` processes read and write the others' memory. What does not work is the platform's fault.
+    pub fn probe(&mut self, ranks: usize) -> Result<Vec<String>> {
+        match self.try_probe(ranks) {
+            Ok(faults) => Ok(faults),
+            Err(Gone::Never(error)) => Err(error),
+            Err(Gone::Lost(how)) => Ok(vec![how]),
+        }
+    }
+
+    fn try_probe(&mut self, ranks: usize) -> Result<Vec<String>, Gone> {
+        self.staff(ranks)?;
+        self.order(ranks, |rank| Order::Probe { rank });
+        let mut handles = Vec::new();
+        for answer in self.gather(ranks)? {
+            match answer {
+                Answer::Begun { handles: mut one } => handles.extend(one.pop().and_then(|mut one| one.pop())),
+                other => return Err(self.dismiss(&format!("the probe of the other ranks' memory could not begin: {}", said(&other)))),
+            }
+        }
+        let mut faults = Vec::new();
+        for step in 0..2 {
+            let handles = handles.clone();
+            self.order(ranks, |_| if step == 0 { Order::ProbePeers { handles: handles.clone() } } else { Order::ProbeOwn });
+            for answer in self.gather(ranks)? {
+                match answer {
+                    Answer::Probed { faults: found } => faults.extend(found),
+                    other => faults.push(said(&other)),
+                }
+            }
+            if !faults.is_empty() {
+                // A copy may still be under way.
+                self.dismiss("the probe found faults");
+                break;
+            }
+        }
+        Ok(faults)
+    }
+
+    /// Runs a case.
+    pub fn play(&mut self, number: u64, planned: &Planned) -> Result<Played> {
+        let case = &planned.case;
+        let mut played =
+            Played { case: case.clone(), verdict: Verdict::Pass, outcome: Outcome::default(), launches: Vec::new() };
+        if let Some(why) = &planned.not_run {
+            played.verdict = Verdict::NotRun(why.clone());
+            return Ok(played);
+        }
+        if self.lost >= LOST_AT_MOST {
+            played.verdict = Verdict::Lost(format!("workers were lost {} times before", self.lost));
+            return Ok(played);
+        }
+        let group = group(case);
+        if self.dead_group.as_ref() == Some(&group) {
+            played.verdict = Verdict::Lost("an earlier case of its kind took its workers with it".to_owned());
+            return Ok(played);
+        }
+        match self.try_play(number, case, &mut played) {
+            Ok(()) => {}
+            Err(Gone::Never(error)) => return Err(error),
+            Err(Gone::Lost(how)) => {
+                self.lost += 1;
+                self.dead_group = Some(group);
+                played.verdict = Verdict::Fail(how);
+            }
+        }
+        Ok(played)
+    }
+
+    fn try_play(&mut self, number: u64, case: &Case, played: &mut Played) -> Result<(), Gone> {
+        let count = self.processes(case.ranks);
+        self.staff(count)?;
+        let share = self.crew.transport == Transport::Ipc;
+        let hosted = |worker: usize| if share { vec![worker] } else { (0..case.ranks).collect() };
+        self.order(count, |worker| Order::Begin { number, case: case.clone(), ranks: hosted(worker), share });
+        let mut handles = Vec::new();
+        let answers = self.gather(count)?;
+        for answer in &answers {
+            if let Answer::Begun { handles: of_worker } = answer {
+                handles.extend(of_worker.iter().cloned());
+            }
+        }
+        let is_begun = |answer: &Answer| matches!(answer, Answer::Begun { .. });
+        if !self.all(answers, count, is_begun, played)? {
+            return Ok(());
+        }
+        self.order(count, |_| Order::Connect { handles: handles.clone() });
+        let answers = self.gather(count)?;
+        for answer in &answers {
+            if let Answer::Ready { kernels } = answer {
+                played.launches.extend(kernels.iter().filter(|one| !played.launches.contains(one)).cloned().collect::<Vec<_>>());
+            }
+        }
+        if !self.all(answers, count, |answer| matches!(answer, Answer::Ready { .. }), played)? {
+            return Ok(());
+        }
+        loop {
+            self.order(count, |_| Order::Go);
+            let answers = self.gather(count)?;
+            if answers.iter().all(|answer| matches!(answer, Answer::Stepped)) {
+                continue;
+            }
+            for answer in &answers {
+                match answer {
+                    Answer::Ended(outcome) => merge(&mut played.outcome, outcome),
+                    other => return Err(self.dismiss(&said(other))),
+                }
+            }
+            if let Some(wrong) = &played.outcome.wrong {
+                played.verdict = Verdict::Fail(wrong.clone());
+            }
+            return self.close(count);
+        }
+    }
+
+    /// Whether every worker answered as hoped. Else says so in `played` and lets the workers go on to the next case.
+    fn all(&mut self, answers: Vec<Answer>, count: usize, hoped: impl Fn(&Answer) -> bool, played: &mut Played) -> Result<bool, Gone> {
+        let mut skipped = None;
+        for answer in &answers {
+            match answer {
+                answer if hoped(answer) => {}
+                Answer::Skipped(why) => skipped = Some(Verdict::Skipped(why.clone())),
+                Answer::Ended(Outcome { wrong: Some(what), .. }) => skipped = Some(Verdict::Fail(what.clone())),
+                other => return Err(self.dismiss(&said(other))),
+            }
+        }
+        let Some(verdict) = skipped else { return Ok(true) };
+        played.verdict = verdict;
+        self.close(count).map(|()| false)
+    }
+
+    fn close(&mut self, count: usize) -> Result<(), Gone> {
+        self.order(count, |_| Order::Close);
+        self.gather(count).map(drop)
+    }
+
+    /// Starts workers until there are `count`.
+    fn staff(&mut self, count: usize) -> Result<(), Gone> {
+        let gpus = self.gpus();
+        let first = self.workers.len();
+        for at in first..count {
+            let worker = self.start()?;
+            self.workers.push(worker);
+            // The first one tells how many GPUs there are.
+            let gpus = if at == 0 { gpus.clone() } else { self.gpus() };
+            self.order_one(at, &Order::Open {
+                artifact: self.crew.artifact.clone(),
+                tvm_ffi: self.crew.tvm_ffi.clone(),
+                cudart: self.crew.cudart.clone(),
+                device: gpus[at % gpus.len()],
+                deadline_ms: self.crew.deadline.as_millis() as u64,
+            });
+            if at == 0 {
+                self.opened(0, 1)?;
+            }
+        }
+        self.opened(first.max(1), count)
+    }
+
+    /// Takes the answers of workers that were told to open.
+    fn opened(&mut self, from: usize, to: usize) -> Result<(), Gone> {
+        if from >= to {
+            return Ok(());
+        }
+        for answer in self.gather_within(from..to, START)? {
+            match answer {
+                Answer::Opened { devices, driver, tvm_ffi, unknown } => {
+                    self.machine.get_or_insert(Machine { devices, driver, tvm_ffi, unknown });
+                }
+                Answer::Lacks(why) => {
+                    return Err(Gone::Never(
+                        Error::machine("this machine cannot run the artifact")
+                            .because(why)
+                            .hint("smoke needs an NVIDIA GPU and its driver; everything else of fi-arch works without"),
+                    ));
+                }
+                Answer::Broken(why) => {
+                    return Err(Gone::Never(
+                        Error::new(crate::exit::Exit::Fault, "the artifact cannot be loaded")
+                            .because(why)
+                            .hint("`fi-arch inspect ARTIFACT` shows what it needs; --cudart and --tvm-ffi name other libraries"),
+                    ));
+                }
+                other => return Err(self.dismiss(&said(&other))),
+            }
+        }
+        Ok(())
+    }
+
+    fn start(&mut self) -> Result<Worker> {
+        let failed = |doing: &str, error: std::io::Error| Error::machine(format!("cannot {doing}")).because(error);
+        let (ours, theirs) = UnixStream::pair().map_err(|error| failed("make a socket for a worker", error))?;
+        let log = tempfile::tempfile().map_err(|error| failed("make a log file for a worker", error))?;
+        let program = std::env::current_exe().map_err(|error| failed("find this program's own file", error))?;
+        let copy = || log.try_clone().map_err(|error| failed("share a worker's log file", error));
+        let mut command = Command::new(program);
+        command.arg(WORKER_VERB).stdin(Stdio::from(OwnedFd::from(theirs))).stdout(copy()?).stderr(copy()?);
+        // Branches of a graph must not share a queue: one that waits would hold up the one it waits for.
+        command.env(env::CUDA_DEVICE_MAX_CONNECTIONS, "32");
+        // A group of its own: Ctrl-C goes to the supervisor, which ends its workers itself.
+        command.process_group(0);
+        let child = command.spawn().map_err(|error| failed("start a worker", error))?;
+        self.started += 1;
+        let id = self.started;
+        let line = Line::new(ours).map_err(|error| failed("use a worker's socket", error))?;
+        let (mut reader, orders) = line.split();
+        let sender = self.sender.clone();
+        std::thread::spawn(move || {
+            let mut text = String::new();
+            while reader.read_line(&mut text).is_ok_and(|read| read > 0) {
+                let Ok(answer) = serde_json::from_str(&text) else { break };
+                if sender.send((id, Some(answer))).is_err() {
+                    return;
+                }
+                text.clear();
+            }
+            let _ = sender.send((id, None));
+        });
+        Ok(Worker { id, child, orders, log, standing: Vec::new() })
+    }
+
+    fn order(&mut self, count: usize, order: impl Fn(usize) -> Order) {
+        for at in 0..count {
+            self.order_one(at, &order(at));
+        }
+    }
+
+    /// Sends an order. That a worker is gone is seen when its answer is awaited.
+    fn order_one(&mut self, at: usize, order: &Order) {
+        let mut text = serde_json::to_vec(order).expect("an order is always JSON");
+        text.push(b'\n');
+        let worker = &mut self.workers[at];
+        if matches!(order, Order::Begin { .. }) {
+            worker.standing.clear();
+        }
+        let _ = worker.orders.write_all(&text);
+    }
+
+    fn gather(&mut self, count: usize) -> Result<Vec<Answer>, Gone> {
+        self.gather_within(0..count, self.crew.deadline + GRACE)
+    }
+
+    /// One answer of each worker in `who`, in their order. `patience` counts from the last sign of life of any of them.
+    fn gather_within(&mut self, who: std::ops::Range<usize>, patience: Duration) -> Result<Vec<Answer>, Gone> {
+        let mut found: Vec<Option<Answer>> = who.clone().map(|_| None).collect();
+        let mut until = Instant::now() + patience;
+        while let Some(missing) = found.iter().position(Option::is_none) {
+            if cancel::is_asked() {
+                self.dismiss("interrupted");
+                cancel::check()?;
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            match self.answers.recv_timeout(left.min(Duration::from_millis(100))) {
+                Ok((id, answer)) => {
+                    let Some(at) = self.workers.iter().position(|worker| worker.id == id) else { continue };
+                    match answer {
+                        None => {
+                            let standing = self.standing();
+                            let how = self.end(at);
+                            return Err(self.dismiss(&format!("the process of {} ended: {how}{standing}", self.name(at))));
+                        }
+                        Some(Answer::At { rank, replay }) => {
+                            let standing = &mut self.workers[at].standing;
+                            standing.retain(|(one, _)| *one != rank);
+                            standing.push((rank, replay));
+                            until = Instant::now() + patience;
+                        }
+                        Some(Answer::Hung { replay, standing }) => return Err(self.hung(at, replay, standing)),
+                        Some(Answer::Failed(why)) => {
+                            let standing = self.standing();
+                            return Err(self.dismiss(&format!("{}: {why}{standing}", self.name(at))));
+                        }
+                        Some(answer) if who.contains(&at) => {
+                            found[at - who.start] = Some(answer);
+                            until = Instant::now() + patience;
+                        }
+                        Some(_) => {}
+                    }
+                }
+                Err(RecvTimeoutError::Timeout) if Instant::now() < until => {}
+                Err(_) => {
+                    let (name, standing) = (self.name(who.start + missing), self.standing());
+                    return Err(self.dismiss(&format!("{name} gave no answer for {:.0} s{standing}", patience.as_secs_f64())));
+                }
+            }
+        }
+        Ok(found.into_iter().flatten().collect())
+    }
+
+    /// One worker found its GPU hung: the others wait for it and will say so too.
+    fn hung(&mut self, first: usize, replay: u32, standing: Vec<String>) -> Gone {
+        let mut lines = standing;
+        let mut open: Vec<u64> = self.workers.iter().enumerate().filter(|(at, _)| *at != first).map(|(_, one)| one.id).collect();
+        let until = Instant::now() + Duration::from_secs(3);
+        while !open.is_empty() {
+            match self.answers.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                Ok((id, Some(Answer::Hung { standing, .. }))) => {
+                    lines.extend(standing);
+                    open.retain(|one| *one != id);
+                }
+                Ok((id, None | Some(Answer::Ended(_)))) => open.retain(|one| *one != id),
+                Ok(_) => {}
+                Err(_) => break,
+            }
+        }
+        let known = self.standing();
+        lines.sort();
+        self.dismiss(&format!(
+            "the GPU did not finish replay {} within {:.0} s: {}{known}",
+            replay + 1,
+            self.crew.deadline.as_secs_f64(),
+            lines.join("; ")
+        ))
+    }
+
+    fn name(&self, at: usize) -> String {
+        if self.crew.transport == Transport::Ipc { format!("rank {at}") } else { "the worker".to_owned() }
+    }
+
+    /// Where each rank stood when it last said so.
+    fn standing(&self) -> String {
+        let mut ranks: Vec<(usize, u32)> = self.workers.iter().flat_map(|worker| worker.standing.iter().copied()).collect();
+        ranks.sort();
+        if ranks.is_empty() {
+            return String::new();
+        }
+        let each: Vec<_> = ranks.iter().map(|(rank, replay)| format!("rank {rank} in replay {}", replay + 1)).collect();
+        format!(" ({})", each.join(", "))
+    }
+
+    /// Ends a worker and says how it ended, with the end of what it printed.
+    fn end(&mut self, at: usize) -> String {
+        let worker = &mut self.workers[at];
+        // One that ended by itself has ended by now, or is about to.
+        let until = Instant::now() + Duration::from_millis(300);
+        let ended = loop {
+            match worker.child.try_wait() {
+                Ok(None) if Instant::now() < until => std::thread::sleep(Duration::from_millis(5)),
+                other => break other.ok().flatten(),
+            }
+        };
+        let how = ended.map_or_else(|| "killed".to_owned(), |status| status.to_string());
+        kill(worker);
+        let mut text = String::new();
+        let _ = worker.log.seek(SeekFrom::Start(0)).and_then(|_| worker.log.read_to_string(&mut text));
+        let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+        let last = lines[lines.len().saturating_sub(3)..].join(" | ");
+        if last.is_empty() { how } else { format!("{how}: {last}") }
+    }
+
+    /// Ends all workers: what one of them shares with the others cannot be trusted any more.
+    fn dismiss(&mut self, why: &str) -> Gone {
+        self.workers.iter_mut().for_each(kill);
+        for mut worker in self.workers.drain(..) {
+            // Tearing down a context with a kernel that spins takes the driver seconds.
+            let until = Instant::now() + Duration::from_secs(30);
+            while matches!(worker.child.try_wait(), Ok(None)) && Instant::now() < until {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        }
+        Gone::Lost(why.to_owned())
+    }
+}
+
+impl Drop for Supervisor {
+    fn drop(&mut self) {
+        self.dismiss("done");
+    }
+}
+
+fn kill(worker: &mut Worker) {
+    if !matches!(worker.child.try_wait(), Ok(None)) {
+        // Its number may be another's by now.
+        return;
+    }
+    // Its group: whatever it started goes with it.
+    if let Some(group) = rustix::process::Pid::from_raw(worker.child.id() as i32) {
+        let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
+    }
+    let _ = worker.child.kill();
+}
+
+/// Cases that stand or fall together: where one took its workers with it, the next would too.
+fn group(case: &Case) -> String {
+    format!("{} {:?} {} {}", case.pattern(), case.oneshot(), case.hidden, case.ranks)
+}
+
+/// The outcome of all workers: of the slowest in time, of the worst in numbers.
+fn merge(all: &mut Outcome, one: &Outcome) {
+    if all.wrong.is_none() {
+        all.wrong.clone_from(&one.wrong);
+    }
+    all.right = if all.micros.is_empty() { one.right } else { all.right.min(one.right) };
+    all.error = all.error.max(one.error);
+    all.of_bound = all.of_bound.max(one.of_bound);
+    for (at, micros) in one.micros.iter().enumerate() {
+        match all.micros.get_mut(at) {
+            Some(slowest) => *slowest = slowest.max(*micros),
+            None => all.micros.push(*micros),
+        }
+    }
+}
+
+/// An answer that was not hoped for, in words.
+fn said(answer: &Answer) -> String {
+    match answer {
+        Answer::Skipped(why) | Answer::Failed(why) | Answer::Lacks(why) | Answer::Broken(why) => why.clone(),
+        Answer::Ended(Outcome { wrong: Some(what), .. }) => what.clone(),
+        other => format!("a worker answered out of turn ({other:?})"),
+    }
+}
