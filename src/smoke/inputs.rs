@@ -2,27 +2,41 @@
 //!
 //! Each element comes from a counter alone, so that any rank, any thread and any device can make any part of it.
 
-use rayon::prelude::*;
-
 use super::cases::{Case, Custom, What};
-use super::numbers::DType;
+use super::numbers::{DType, Floats};
 
-/// What one rank passes to one call. Elements lie in the low bits of words; what a call does not take is empty.
-#[derive(Debug, Clone, Default, PartialEq)]
+/// What one rank passes to one call. What a call does not take is empty.
+#[derive(Debug, Clone, PartialEq)]
 pub struct Inputs {
     /// What is reduced over the ranks: tokens × hidden; for the MoE functions (experts or top-k) × tokens × hidden.
-    pub main: Vec<u32>,
-    pub residual: Vec<u32>,
-    pub gamma: Vec<u32>,
+    pub main: Floats,
+    pub residual: Floats,
+    pub gamma: Floats,
     /// The weight of the norm before the residual.
-    pub gamma_pre: Vec<u32>,
-    pub bias: Vec<u32>,
+    pub gamma_pre: Floats,
+    pub bias: Floats,
     /// MoE: what is added to the experts' sum (tokens × hidden).
-    pub shared: Vec<u32>,
+    pub shared: Floats,
     /// MoE: experts × tokens (reduction, float32) or tokens × top-k (finalize, the type of the case).
-    pub scales: Vec<u32>,
+    pub scales: Floats,
     /// MoE finalize: the row of `main` for each token and expert, or −1 for none. tokens × top-k.
     pub rows: Vec<i32>,
+}
+
+impl Inputs {
+    pub fn none() -> Self {
+        let none = Floats::none;
+        Self {
+            main: none(),
+            residual: none(),
+            gamma: none(),
+            gamma_pre: none(),
+            bias: none(),
+            shared: none(),
+            scales: none(),
+            rows: Vec::new(),
+        }
+    }
 }
 
 /// The arrays of [`Inputs`] have streams of their own.
@@ -50,7 +64,7 @@ pub fn make(case: &Case, seed: u64, call: usize, rank: usize) -> Inputs {
     let values = |stream, rows: usize, spared: bool| {
         matrix(case.dtype, source(stream), rows, hidden, (seed % 4) as usize, case.takes_negative_zero() || spared)
     };
-    let mut inputs = Inputs::default();
+    let mut inputs = Inputs::none();
     match case.what {
         What::Fusion { .. } => {
             inputs.main = values(Stream::Main, tokens, false);
@@ -97,25 +111,21 @@ pub fn make(case: &Case, seed: u64, call: usize, rank: usize) -> Inputs {
 }
 
 /// Rows of very different size, with zeros of both signs and subnormals among them.
-fn matrix(dtype: DType, source: u64, rows: usize, hidden: usize, turn: usize, negative_zeros: bool) -> Vec<u32> {
+fn matrix(dtype: DType, source: u64, rows: usize, hidden: usize, turn: usize, negative_zeros: bool) -> Floats {
     // The second is of the order of sqrt(eps), where the norm is most sensitive.
     const SIZES: [f64; 4] = [1.0, 4e-3, 30.0, 0.2];
-    let mut words = vec![0; rows * hidden];
-    words.par_chunks_mut(hidden).enumerate().for_each(|(row, words)| {
+    Floats::by_rows(dtype, rows, hidden, |row, set| {
         let size = SIZES[(row + turn) % 4];
-        for (column, word) in words.iter_mut().enumerate() {
-            let hash = mix(source ^ (row * hidden + column) as u64);
-            *word = element(dtype, hash, size);
+        for column in 0..hidden {
             // A whole access of 16 bytes, in every rank.
-            if row == rows - 1 && column < 8 {
-                *word = dtype.negative_zero();
-            }
-            if !negative_zeros && *word == dtype.negative_zero() {
-                *word = 0;
-            }
+            let word = if row == rows - 1 && column < 8 {
+                dtype.negative_zero()
+            } else {
+                element(dtype, mix(source ^ (row * hidden + column) as u64), size)
+            };
+            set(column, if !negative_zeros && word == dtype.negative_zero() { 0 } else { word });
         }
-    });
-    words
+    })
 }
 
 /// The bits of one element: nearly normal of the given size; one in 32 a subnormal, one in 64 zero, one in 32 −0.0.
@@ -140,8 +150,9 @@ fn normal(hash: u64) -> f64 {
 }
 
 /// Weights of experts: between 1/8 and 9/8.
-fn scales(source: u64, count: usize, dtype: DType) -> Vec<u32> {
-    (0..count).map(|at| dtype.encode(0.125 + (mix(source ^ at as u64) >> 11) as f64 / 2f64.powi(53))).collect()
+fn scales(source: u64, count: usize, dtype: DType) -> Floats {
+    let scale = |at| dtype.encode(0.125 + (mix(source ^ at as u64) >> 11) as f64 / 2f64.powi(53));
+    Floats::from_words(dtype, (0..count).map(scale))
 }
 
 /// A permutation of all rows, in which about one in eight is none.
@@ -175,12 +186,12 @@ mod tests {
             let what = plan_fusion();
             let inputs = make(&case(what, dtype), seed(3, 1), 0, 1);
             for words in [&inputs.main, &inputs.residual, &inputs.gamma] {
-                assert!(words.contains(&dtype.negative_zero()) && words.contains(&0));
-                let magnitude = |word: &u32| word & !dtype.negative_zero();
-                assert!(words.iter().any(|word| (1..=dtype.largest_subnormal()).contains(&magnitude(word))));
-                assert!(words.iter().all(|word| dtype.decode(*word).is_finite()));
+                assert!(words.words().any(|word| word == dtype.negative_zero()) && words.words().any(|word| word == 0));
+                let magnitude = |word: u32| word & !dtype.negative_zero();
+                assert!(words.words().any(|word| (1..=dtype.largest_subnormal()).contains(&magnitude(word))));
+                assert!(words.words().all(|word| dtype.decode(word).is_finite()));
             }
-            assert!(inputs.main[4 * 2880..][..8].iter().all(|word| *word == dtype.negative_zero()));
+            assert!((0..8).all(|column| inputs.main.word(4 * 2880 + column) == dtype.negative_zero()));
         }
     }
 
@@ -198,8 +209,8 @@ mod tests {
     fn the_path_that_would_wait_for_ever_gets_no_negative_zero() {
         let what = What::Custom { path: Custom::NormLamport, bias: true };
         let inputs = make(&case(what, DType::Bf16), 7, 2, 0);
-        assert!(!inputs.main.contains(&DType::Bf16.negative_zero()));
-        assert!(inputs.residual.contains(&DType::Bf16.negative_zero()), "the residual is not sent");
+        assert!(inputs.main.words().all(|word| word != DType::Bf16.negative_zero()));
+        assert!(inputs.residual.words().any(|word| word == DType::Bf16.negative_zero()), "the residual is not sent");
         assert_eq!(inputs.bias.len(), 2880);
     }
 
@@ -209,7 +220,7 @@ mod tests {
         assert_eq!(make(&case, 5, 0, 0), make(&case, 5, 0, 0));
         let first = make(&case, seed(0, 0), 0, 0).main;
         for other in [make(&case, seed(0, 1), 0, 0), make(&case, seed(0, 0), 1, 0), make(&case, seed(0, 0), 0, 1)] {
-            let equal = first.iter().zip(&other.main).filter(|(one, other)| one == other).count();
+            let equal = first.words().zip(other.main.words()).filter(|(one, other)| one == other).count();
             assert!(equal < first.len() / 10, "{equal} of {} are equal", first.len());
         }
     }
@@ -222,7 +233,7 @@ mod tests {
         rows.sort();
         rows.dedup();
         assert_eq!(rows.len(), inputs.rows.iter().filter(|row| **row >= 0).count());
-        assert!(inputs.scales.iter().all(|word| (0.12..1.13).contains(&DType::Bf16.decode(*word))));
+        assert!((0..15).all(|at| (0.12..1.13).contains(&inputs.scales.value(at))));
     }
 
     #[test]

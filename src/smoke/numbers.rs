@@ -69,7 +69,7 @@ impl DType {
 
     pub fn decode(self, bits: u32) -> f64 {
         match self {
-            Self::Bf16 => bf16::from_bits(bits as u16).to_f64(),
+            Self::Bf16 => f64::from(f32::from_bits(bits << 16)),
             Self::Fp16 => f16::from_bits(bits as u16).to_f64(),
             Self::Fp32 => f64::from(f32::from_bits(bits)),
         }
@@ -85,19 +85,80 @@ impl DType {
     }
 }
 
-/// Elements as they lie in memory, each in the low bits of a word.
-pub fn words(dtype: DType, bytes: &[u8]) -> Vec<u32> {
-    match dtype {
-        DType::Fp32 => bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
-        _ => bytes.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]).into()).collect(),
-    }
+/// Numbers as they lie in memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Floats {
+    dtype: DType,
+    bytes: Vec<u8>,
 }
 
-/// The bytes of elements that lie in the low bits of words.
-pub fn bytes(dtype: DType, words: &[u32]) -> Vec<u8> {
-    match dtype {
-        DType::Fp32 => words.iter().flat_map(|word| word.to_le_bytes()).collect(),
-        _ => words.iter().flat_map(|word| (*word as u16).to_le_bytes()).collect(),
+impl Floats {
+    /// No numbers.
+    pub fn none() -> Self {
+        Self { dtype: DType::Bf16, bytes: Vec::new() }
+    }
+
+    pub fn from_bytes(dtype: DType, bytes: Vec<u8>) -> Self {
+        Self { dtype, bytes }
+    }
+
+    /// Numbers whose bits are given, each in the low bits of a word.
+    pub fn from_words(dtype: DType, words: impl IntoIterator<Item = u32>) -> Self {
+        let mut floats = Self { dtype, bytes: Vec::new() };
+        for word in words {
+            floats.bytes.extend_from_slice(&word.to_le_bytes()[..dtype.size()]);
+        }
+        floats
+    }
+
+    /// `rows` rows of `columns`, each filled by `fill(row, words)`, in parallel.
+    pub fn by_rows(dtype: DType, rows: usize, columns: usize, fill: impl Fn(usize, &mut dyn FnMut(usize, u32)) + Sync) -> Self {
+        use rayon::prelude::*;
+        let size = dtype.size();
+        let mut bytes = vec![0; rows * columns * size];
+        bytes.par_chunks_mut(columns * size).enumerate().for_each(|(row, bytes)| {
+            fill(row, &mut |column, word| bytes[column * size..][..size].copy_from_slice(&word.to_le_bytes()[..size]));
+        });
+        Self { dtype, bytes }
+    }
+
+    pub fn len(&self) -> usize {
+        self.bytes.len() / self.dtype.size()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.bytes.is_empty()
+    }
+
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// The bits of one number.
+    pub fn word(&self, at: usize) -> u32 {
+        match self.dtype {
+            DType::Fp32 => {
+                let bytes = &self.bytes[4 * at..][..4];
+                u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
+            }
+            _ => {
+                let bytes = &self.bytes[2 * at..][..2];
+                u16::from_le_bytes([bytes[0], bytes[1]]).into()
+            }
+        }
+    }
+
+    pub fn value(&self, at: usize) -> f64 {
+        self.dtype.decode(self.word(at))
+    }
+
+    pub fn words(&self) -> impl Iterator<Item = u32> + '_ {
+        (0..self.len()).map(|at| self.word(at))
+    }
+
+    pub fn set(&mut self, at: usize, word: u32) {
+        let size = self.dtype.size();
+        self.bytes[at * size..][..size].copy_from_slice(&word.to_le_bytes()[..size]);
     }
 }
 
@@ -151,19 +212,22 @@ impl Small {
         }
         let (_, mantissa_bits, bias) = self.shape();
         let magnitude = value.abs();
-        let step = if magnitude == 0.0 {
-            2f64.powi(1 - bias - mantissa_bits)
-        } else {
-            2f64.powi((magnitude.log2().floor() as i32).max(1 - bias) - mantissa_bits)
-        };
+        // The exponent as the bits of the number hold it: 0 and subnormals count as very small.
+        let exponent = (magnitude.to_bits() >> 52) as i32 - 1023;
+        let step = power_of_two(exponent.max(1 - bias) - mantissa_bits);
         let rounded = (magnitude / step).round_ties_even() * step;
         rounded.min(self.largest()).copysign(value)
     }
 }
 
+/// 2 to a power between −1022 and 1023.
+fn power_of_two(exponent: i32) -> f64 {
+    f64::from_bits(((exponent + 1023) as u64) << 52)
+}
+
 /// The value of an E8M0 code, a power of two.
 pub fn decode_e8m0(code: u8) -> f64 {
-    if code == 0xff { f64::NAN } else { 2f64.powi(i32::from(code) - 127) }
+    if code == 0xff { f64::NAN } else { power_of_two(i32::from(code) - 127) }
 }
 
 /// The smallest power of two that is not below `value`, within E8M0.
@@ -171,15 +235,9 @@ pub fn power_of_two_above(value: f64) -> f64 {
     if value <= 0.0 {
         return 2f64.powi(-127);
     }
-    let mut exponent = value.log2().ceil() as i32;
-    // The logarithm may be off by one where `value` is a power of two or nearly.
-    while 2f64.powi(exponent - 1) >= value {
-        exponent -= 1;
-    }
-    while 2f64.powi(exponent) < value {
-        exponent += 1;
-    }
-    2f64.powi(exponent.clamp(-127, 127))
+    let bits = value.to_bits();
+    let above = i32::from(bits & ((1 << 52) - 1) != 0);
+    power_of_two(((bits >> 52) as i32 - 1023 + above).clamp(-127, 127))
 }
 
 #[cfg(test)]
@@ -238,7 +296,9 @@ mod tests {
             let subnormal = dtype.decode(dtype.largest_subnormal());
             assert!(subnormal > 0.0 && dtype.encode(subnormal) == dtype.largest_subnormal());
             let words = [1, dtype.poison(), dtype.negative_zero()];
-            assert_eq!(super::words(dtype, &bytes(dtype, &words)), words);
+            let floats = Floats::from_words(dtype, words);
+            assert_eq!(floats.words().collect::<Vec<_>>(), words);
+            assert_eq!((floats.len(), floats.bytes().len()), (3, 3 * dtype.size()));
         }
         assert_eq!(DType::Bf16.encode(1.0 + 2f64.powi(-8)), 0x3f80, "a tie goes to even");
     }

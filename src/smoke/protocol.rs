@@ -161,7 +161,7 @@ mod tests {
 
     #[test]
     fn handles_survive_being_text() {
-        let bytes: [u8; 64] = std::array::from_fn(|at| at as u8 * 5);
+        let bytes: [u8; 64] = std::array::from_fn(|at| (at * 5) as u8);
         assert_eq!(unhex(&hex(&bytes)), Some(bytes));
         assert_eq!(unhex("00"), None);
         assert_eq!(unhex(&"zz".repeat(64)), None);

@@ -12,7 +12,7 @@
 use super::cases::{Case, Custom, What};
 use super::inputs::Inputs;
 use super::layout;
-use super::numbers::{DType, Small, decode_e8m0, power_of_two_above};
+use super::numbers::{DType, Floats, Small, decode_e8m0, power_of_two_above};
 use crate::tables::calls::Quant;
 
 pub const EPS: f64 = 1e-5;
@@ -30,14 +30,20 @@ const LEAST_TOKEN_SCALE: f64 = 1.0 / 512.0 / 448.0;
 /// What one byte that was never written holds: NaN as E4M3 and as E8M0.
 pub const POISON_BYTE: u8 = 0xff;
 
-/// What one rank's call wrote. Elements lie in the low bits of words; what a call does not write is empty.
-#[derive(Debug, Clone, Default, PartialEq)]
+/// What one rank's call wrote. What a call does not write is empty.
+#[derive(Debug, Clone, PartialEq)]
 pub struct Outputs {
-    pub sum: Vec<u32>,
-    pub residual: Vec<u32>,
-    pub norm: Vec<u32>,
+    pub sum: Floats,
+    pub residual: Floats,
+    pub norm: Floats,
     pub quant: Vec<u8>,
     pub scales: Vec<u8>,
+}
+
+impl Outputs {
+    pub fn none() -> Self {
+        Self { sum: Floats::none(), residual: Floats::none(), norm: Floats::none(), quant: Vec::new(), scales: Vec::new() }
+    }
 }
 
 /// How far a token's outputs are from the exact ones.
@@ -94,7 +100,7 @@ impl<'a> Expected<'a> {
                 (0..experts)
                     .map(|expert| {
                         let at = expert * case.tokens + token;
-                        let scale = DType::Fp32.decode(inputs[rank].scales[at]);
+                        let scale = inputs[rank].scales.value(at);
                         value(case, &inputs[rank].main, at, column) * scale
                     })
                     .fold((0.0, 0.0, 0), |(sum, size, count), x| (sum + x, size + x.abs(), count + 1))
@@ -104,7 +110,8 @@ impl<'a> Expected<'a> {
                     .filter_map(|k| {
                         let at = token * top_k + k;
                         let row = usize::try_from(inputs[rank].rows[at]).ok()?;
-                        let scale = inputs[rank].scales.get(at).map_or(1.0, |word| case.dtype.decode(*word));
+                        let scales = &inputs[rank].scales;
+                        let scale = if scales.is_empty() { 1.0 } else { scales.value(at) };
                         Some(value(case, &inputs[rank].main, row, column) * scale)
                     })
                     .fold((0.0, 0.0, 0), |(sum, size, count), x| (sum + x, size + x.abs(), count + 1))
@@ -120,7 +127,7 @@ impl<'a> Expected<'a> {
         let mine = &self.inputs[rank];
         let mut distance = Distance::default();
         if !outputs.sum.is_empty() {
-            distance = distance.max(self.elements("allreduce_out", &outputs.sum, &self.sum, &self.sum.exact)?);
+            distance = distance.max(self.elements("allreduce_out", &outputs.sum, &self.sum, |column| self.sum.exact[column])?);
         }
         if mine.residual.is_empty() {
             return Ok(distance);
@@ -134,17 +141,18 @@ impl<'a> Expected<'a> {
             summed = norm(case, &summed, &mine.gamma_pre);
         }
         let summed = summed.plus(case.dtype, |column| value(case, &mine.residual, self.token, column));
-        distance = distance.max(self.elements("residual_out", &outputs.residual, &summed, &summed.exact)?);
+        distance = distance.max(self.elements("residual_out", &outputs.residual, &summed, |column| summed.exact[column])?);
 
         let written = Row {
             exact: (0..case.hidden).map(|column| value(case, &outputs.residual, self.token, column)).collect(),
             bound: vec![0.0; case.hidden],
         };
         let normed = norm(case, &written, &mine.gamma);
-        let wholly_exact = norm(case, &Row { exact: summed.exact, bound: vec![0.0; case.hidden] }, &mine.gamma);
         let mut before_quant = normed.clone();
         if !outputs.norm.is_empty() {
-            distance = distance.max(self.elements("norm_out", &outputs.norm, &normed, &wholly_exact.exact)?);
+            let rms = rms_of(&summed.exact);
+            let wholly_exact = |column: usize| summed.exact[column] * mine.gamma.value(column) / rms;
+            distance = distance.max(self.elements("norm_out", &outputs.norm, &normed, wholly_exact)?);
             before_quant = Row {
                 exact: (0..case.hidden).map(|column| value(case, &outputs.norm, self.token, column)).collect(),
                 bound: vec![0.0; case.hidden],
@@ -157,25 +165,31 @@ impl<'a> Expected<'a> {
     }
 
     /// `exact` is what the reported error is relative to; the verdict goes by `right`.
-    fn elements(&self, output: &'static str, words: &[u32], right: &Row, exact: &[f64]) -> Result<Distance, Wrong> {
-        let dtype = self.case.dtype;
-        let row = &words[self.token * self.case.hidden..][..self.case.hidden];
-        let largest = exact.iter().fold(0.0f64, |largest, x| largest.max(x.abs()));
+    fn elements(
+        &self,
+        output: &'static str,
+        floats: &Floats,
+        right: &Row,
+        exact: impl Fn(usize) -> f64,
+    ) -> Result<Distance, Wrong> {
+        let poison = self.case.dtype.poison();
         let mut tally = Tally::new(output);
-        let mut distance = Distance::default();
-        for (column, word) in row.iter().enumerate() {
-            let got = dtype.decode(*word);
-            let (exact_value, bound) = (right.exact[column], right.bound[column]);
-            let error = (got - exact_value).abs();
+        let (mut largest, mut furthest, mut of_bound) = (0.0f64, 0.0f64, 0.0f64);
+        for (column, (right, bound)) in right.exact.iter().zip(&right.bound).enumerate() {
+            let at = self.token * self.case.hidden + column;
+            let got = floats.value(at);
+            let error = (got - right).abs();
             // Written so that a NaN is wrong too.
-            if error <= bound {
-                let relative = if largest > 0.0 { (got - exact[column]).abs() / largest } else { 0.0 };
-                distance = distance.max(Distance { relative, of_bound: error / bound });
+            if error <= *bound {
+                let exact = exact(column);
+                largest = largest.max(exact.abs());
+                furthest = furthest.max((got - exact).abs());
+                of_bound = of_bound.max(error / bound);
             } else {
-                tally.wrong(column, got, exact_value - bound, exact_value + bound, *word == dtype.poison());
+                tally.wrong(column, got, right - bound, right + bound, floats.word(at) == poison);
             }
         }
-        tally.end().map(|()| distance)
+        tally.end().map(|()| Distance { relative: if largest > 0.0 { furthest / largest } else { 0.0 }, of_bound })
     }
 }
 
@@ -190,8 +204,8 @@ impl Row {
     }
 }
 
-fn value(case: &Case, words: &[u32], row: usize, column: usize) -> f64 {
-    case.dtype.decode(words[row * case.hidden + column])
+fn value(case: &Case, floats: &Floats, row: usize, column: usize) -> f64 {
+    floats.value(row * case.hidden + column)
 }
 
 fn sum_of_ranks(case: &Case, inputs: &[Inputs], token: usize) -> Row {
@@ -246,19 +260,25 @@ fn sum_of_experts(case: &Case, inputs: &[Inputs], token: usize, experts: impl Fn
     Row { exact, bound }
 }
 
+fn mean_of_squares(values: &[f64]) -> f64 {
+    values.iter().map(|x| x * x).sum::<f64>() / values.len() as f64
+}
+
+fn rms_of(values: &[f64]) -> f64 {
+    (mean_of_squares(values) + EPS).sqrt()
+}
+
 /// The RMS norm of a row whose elements are known within their bounds.
-fn norm(case: &Case, row: &Row, gamma: &[u32]) -> Row {
-    let count = case.hidden as f64;
-    let mean = |values: &[f64]| values.iter().map(|x| x * x).sum::<f64>() / count;
-    let rms = (mean(&row.exact) + EPS).sqrt();
-    let rms_error = mean(&row.bound).sqrt() / rms;
+fn norm(case: &Case, row: &Row, gamma: &Floats) -> Row {
+    let rms = rms_of(&row.exact);
+    let rms_error = mean_of_squares(&row.bound).sqrt() / rms;
     let (exact, bound) = row
         .exact
         .iter()
         .zip(&row.bound)
         .enumerate()
         .map(|(column, (x, error))| {
-            let weight = case.dtype.decode(gamma[column]);
+            let weight = gamma.value(column);
             let exact = x * weight / rms;
             let mut bound = weight.abs() / rms * (error + x.abs() * rms_error) / (1.0 - rms_error);
             bound += FAST * exact.abs();

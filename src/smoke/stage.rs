@@ -1,5 +1,6 @@
 //! A worker's side of the GPU: the ranks that it hosts, their memory, their graph, and its replays.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
@@ -12,7 +13,7 @@ use super::ffi::driver::{self, Context, CudaError, Driver, Event, Executable, Ip
 use super::ffi::tvm::{Argument, Element, Module, Place, Raised, Tensor};
 use super::inputs::{self, Inputs};
 use super::layout::{self, Workspace};
-use super::numbers::{DType, bytes, words};
+use super::numbers::{DType, Floats};
 use super::protocol::{Launch, Outcome, Unknown, hex, unhex};
 use super::reference::{Distance, EPS, Expected, FP4_SCALE, FP8_SCALE, Outputs, POISON_BYTE, Sizes, Wrong};
 use super::signature::{self, Values};
@@ -258,7 +259,7 @@ impl Play {
             for memory in lamport {
                 let mut held = vec![0; if whole { memory.bytes() } else { memory.bytes().min(4096) }];
                 memory.read(&mut held)?;
-                let left = words(dtype, &held).iter().filter(|word| **word != dtype.negative_zero()).count();
+                let left = Floats::from_bytes(dtype, held).words().filter(|word| *word != dtype.negative_zero()).count();
                 if left > 0 {
                     return Err(Trouble::Wrong(format!("the Lamport initialization left {left} elements as they were")));
                 }
@@ -362,7 +363,7 @@ impl Play {
             .map(|call| (0..self.case.ranks).into_par_iter().map(|rank| inputs::make(&self.case, seed, call, rank)).collect())
             .collect();
         for rank in &self.ranks {
-            rank.write_inputs(&self.case, &all)?;
+            rank.write_inputs(&all)?;
             rank.poison_outputs(&self.case, self.replay)?;
         }
         stage.context.synchronize()?;
@@ -447,7 +448,7 @@ impl Play {
         }
         if self.replay + 1 == self.case.replays {
             for rank in &self.ranks {
-                rank.inputs_are_untouched(&self.case, all)?;
+                rank.inputs_are_untouched(all)?;
             }
         }
         Ok(distance)
@@ -621,9 +622,9 @@ impl Rank {
         let context = &stage.context;
         let shared = workspace.buffers.iter().map(|bytes| context.alloc(*bytes)).collect::<Result<_, _>>()?;
         // One call's worth tells the sizes; what it holds does not matter.
-        let example = if sizes == &Sizes::default() { Inputs::default() } else { inputs::make(case, 0, 0, rank) };
+        let example = inputs::make(case, 0, 0, rank);
         let mut arrays = BTreeMap::new();
-        for (array, bytes) in input_bytes(case, &example) {
+        for (array, bytes) in input_bytes(&example) {
             if !bytes.is_empty() {
                 arrays.insert(array, context.alloc(bytes.len() * case.calls())?);
             }
@@ -673,32 +674,28 @@ impl Rank {
         Ok(())
     }
 
-    fn write_inputs(&self, case: &Case, all: &[Vec<Inputs>]) -> Result<(), Trouble> {
-        for (array, bytes) in self.inputs_as_bytes(case, all) {
-            self.arrays[&array].write(&bytes)?;
+    fn write_inputs(&self, all: &[Vec<Inputs>]) -> Result<(), Trouble> {
+        for (call, inputs) in all.iter().enumerate() {
+            for (array, bytes) in input_bytes(&inputs[self.rank]) {
+                if !bytes.is_empty() {
+                    self.arrays[&array].write_at(call * bytes.len(), &bytes)?;
+                }
+            }
         }
         Ok(())
     }
 
-    /// The inputs of all calls, one behind the other, by array.
-    fn inputs_as_bytes(&self, case: &Case, all: &[Vec<Inputs>]) -> BTreeMap<Array, Vec<u8>> {
-        let mut joined: BTreeMap<Array, Vec<u8>> = BTreeMap::new();
-        for call in all {
-            for (array, bytes) in input_bytes(case, &call[self.rank]) {
-                if !bytes.is_empty() {
-                    joined.entry(array).or_default().extend(bytes);
+    fn inputs_are_untouched(&self, all: &[Vec<Inputs>]) -> Result<(), Trouble> {
+        for (call, inputs) in all.iter().enumerate() {
+            for (array, bytes) in input_bytes(&inputs[self.rank]) {
+                if bytes.is_empty() {
+                    continue;
                 }
-            }
-        }
-        joined
-    }
-
-    fn inputs_are_untouched(&self, case: &Case, all: &[Vec<Inputs>]) -> Result<(), Trouble> {
-        for (array, bytes) in self.inputs_as_bytes(case, all) {
-            let mut now = vec![0; bytes.len()];
-            self.arrays[&array].read(&mut now)?;
-            if now != bytes {
-                return Err(Trouble::Wrong(format!("rank {}: the input {array:?} was overwritten", self.rank)));
+                let mut now = vec![0; bytes.len()];
+                self.arrays[&array].read_at(call * bytes.len(), &mut now)?;
+                if now[..] != bytes[..] {
+                    return Err(Trouble::Wrong(format!("rank {}, call {call}: the input {array:?} was overwritten", self.rank)));
+                }
             }
         }
         Ok(())
@@ -717,25 +714,24 @@ impl Rank {
 
     /// What every call wrote. Fails where one wrote behind its output.
     fn read_outputs(&self, case: &Case, sizes: &Sizes) -> Result<Vec<Outputs>, Trouble> {
-        let mut calls = vec![Outputs::default(); case.calls()];
+        let mut calls = vec![Outputs::none(); case.calls()];
         for (array, size) in output_sizes(case, sizes) {
             let Some(memory) = self.arrays.get(&array).filter(|_| size > 0) else { continue };
-            let mut held = vec![0; memory.bytes()];
-            memory.read(&mut held)?;
             let stride = size + guard(case, array);
-            for (call, bytes) in held.chunks(stride).enumerate() {
-                let (written, behind) = bytes.split_at(size);
-                let changed = behind.iter().filter(|byte| !is_poison(case, array, **byte)).count();
+            for (call, outputs) in calls.iter_mut().enumerate() {
+                let mut held = vec![0; stride];
+                memory.read_at(call * stride, &mut held)?;
+                let changed = held[size..].iter().filter(|byte| !is_poison(case, array, **byte)).count();
                 if changed > 0 {
                     return Err(Trouble::Wrong(format!("call {call}: {changed} bytes behind {array:?} were written")));
                 }
-                let outputs = &mut calls[call];
+                held.truncate(size);
                 match array {
-                    Array::SumOut => outputs.sum = words(case.dtype, written),
-                    Array::ResidualOut => outputs.residual = words(case.dtype, written),
-                    Array::NormOut => outputs.norm = words(case.dtype, written),
-                    Array::QuantOut => outputs.quant = written.to_vec(),
-                    _ => outputs.scales = written.to_vec(),
+                    Array::SumOut => outputs.sum = Floats::from_bytes(case.dtype, held),
+                    Array::ResidualOut => outputs.residual = Floats::from_bytes(case.dtype, held),
+                    Array::NormOut => outputs.norm = Floats::from_bytes(case.dtype, held),
+                    Array::QuantOut => outputs.quant = held,
+                    _ => outputs.scales = held,
                 }
             }
         }
@@ -762,21 +758,17 @@ impl Rank {
     }
 }
 
-fn input_bytes(case: &Case, inputs: &Inputs) -> [(Array, Vec<u8>); 8] {
-    let floats = |words: &Vec<u32>| bytes(case.dtype, words);
-    let scales = match case.what {
-        What::MoeReduction { .. } => bytes(DType::Fp32, &inputs.scales),
-        _ => floats(&inputs.scales),
-    };
+/// The inputs of a call as they lie in memory.
+fn input_bytes(inputs: &Inputs) -> [(Array, Cow<'_, [u8]>); 8] {
     [
-        (Array::Main, floats(&inputs.main)),
-        (Array::Residual, floats(&inputs.residual)),
-        (Array::Gamma, floats(&inputs.gamma)),
-        (Array::GammaPre, floats(&inputs.gamma_pre)),
-        (Array::Bias, floats(&inputs.bias)),
-        (Array::Shared, floats(&inputs.shared)),
-        (Array::Scales, scales),
-        (Array::Rows, inputs.rows.iter().flat_map(|row| row.to_le_bytes()).collect()),
+        (Array::Main, inputs.main.bytes().into()),
+        (Array::Residual, inputs.residual.bytes().into()),
+        (Array::Gamma, inputs.gamma.bytes().into()),
+        (Array::GammaPre, inputs.gamma_pre.bytes().into()),
+        (Array::Bias, inputs.bias.bytes().into()),
+        (Array::Shared, inputs.shared.bytes().into()),
+        (Array::Scales, inputs.scales.bytes().into()),
+        (Array::Rows, inputs.rows.iter().flat_map(|row| row.to_le_bytes()).collect::<Vec<_>>().into()),
     ]
 }
 

@@ -241,14 +241,24 @@ impl Memory {
 
     /// Copies `bytes` to the start of the memory.
     pub fn write(&self, bytes: &[u8]) -> Result<()> {
-        assert!(bytes.len() <= self.bytes, "a copy stays within its memory");
-        call!(cuMemcpyHtoD_v2(self.address, bytes.as_ptr().cast(), bytes.len()))
+        self.write_at(0, bytes)
+    }
+
+    /// Copies `bytes` into the memory, from `offset` on.
+    pub fn write_at(&self, offset: usize, bytes: &[u8]) -> Result<()> {
+        assert!(offset + bytes.len() <= self.bytes, "a copy stays within its memory");
+        call!(cuMemcpyHtoD_v2(self.address + offset as u64, bytes.as_ptr().cast(), bytes.len()))
     }
 
     /// Copies the start of the memory into `bytes`.
     pub fn read(&self, bytes: &mut [u8]) -> Result<()> {
-        assert!(bytes.len() <= self.bytes, "a copy stays within its memory");
-        call!(cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), self.address, bytes.len()))
+        self.read_at(0, bytes)
+    }
+
+    /// Copies the memory from `offset` on into `bytes`.
+    pub fn read_at(&self, offset: usize, bytes: &mut [u8]) -> Result<()> {
+        assert!(offset + bytes.len() <= self.bytes, "a copy stays within its memory");
+        call!(cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), self.address + offset as u64, bytes.len()))
     }
 
     /// The first `bytes`, read while kernels are at work; none where the copy does not end in time.

@@ -16,8 +16,9 @@ fn held(dtype: DType, value: f32) -> f32 {
     dtype.decode(dtype.encode(f64::from(value))) as f32
 }
 
-fn numbers(dtype: DType, words: &[u32]) -> Vec<f32> {
-    words.iter().map(|word| dtype.decode(*word) as f32).collect()
+/// A row of numbers; of one that has a single row, row 0.
+fn numbers(floats: &Floats, row: usize, hidden: usize) -> Vec<f32> {
+    (row * hidden..(row + 1) * hidden).map(|at| floats.value(at) as f32).collect()
 }
 
 fn added(dtype: DType, one: &[f32], other: &[f32]) -> Vec<f32> {
@@ -37,42 +38,46 @@ fn kernel(case: &Case, inputs: &[Inputs], rank: usize) -> Outputs {
     let mut outputs = Outputs {
         quant: vec![POISON_BYTE; sizes.quant],
         scales: vec![POISON_BYTE; sizes.scales],
-        ..Outputs::default()
+        ..Outputs::none()
     };
+    let (mut sums, mut residuals, mut norms) = (Vec::new(), Vec::new(), Vec::new());
     let encode = |row: &[f32]| row.iter().map(|x| dtype.encode(f64::from(*x))).collect::<Vec<_>>();
-    let gamma = numbers(dtype, &inputs[rank].gamma);
+    let gamma = if inputs[rank].gamma.is_empty() { Vec::new() } else { numbers(&inputs[rank].gamma, 0, hidden) };
     for token in 0..case.tokens {
         let sum = summed(case, inputs, token);
         if sizes.sum > 0 {
-            outputs.sum.extend(encode(&sum));
+            sums.extend(encode(&sum));
         }
         if inputs[rank].residual.is_empty() {
             continue;
         }
         let mut row = sum;
         if !inputs[rank].bias.is_empty() {
-            row = added(dtype, &row, &numbers(dtype, &inputs[rank].bias));
+            row = added(dtype, &row, &numbers(&inputs[rank].bias, 0, hidden));
         }
         if !inputs[rank].gamma_pre.is_empty() {
-            row = normed(dtype, &row, &numbers(dtype, &inputs[rank].gamma_pre));
+            row = normed(dtype, &row, &numbers(&inputs[rank].gamma_pre, 0, hidden));
         }
-        row = added(dtype, &row, &numbers(dtype, &inputs[rank].residual[token * hidden..][..hidden]));
-        outputs.residual.extend(encode(&row));
+        row = added(dtype, &row, &numbers(&inputs[rank].residual, token, hidden));
+        residuals.extend(encode(&row));
         let norm = normed(dtype, &row, &gamma);
         if sizes.norm > 0 {
-            outputs.norm.extend(encode(&norm));
+            norms.extend(encode(&norm));
         }
         if let Some(quant) = case.what.quant() {
             quantize(case, quant, token, &norm, &mut outputs);
         }
     }
+    outputs.sum = Floats::from_words(dtype, sums);
+    outputs.residual = Floats::from_words(dtype, residuals);
+    outputs.norm = Floats::from_words(dtype, norms);
     outputs
 }
 
 fn summed(case: &Case, inputs: &[Inputs], token: usize) -> Vec<f32> {
     let (dtype, hidden) = (case.dtype, case.hidden);
     let of_rank = |inputs: &Inputs| -> Vec<f32> {
-        let row = |words: &[u32], at: usize| numbers(dtype, &words[at * hidden..][..hidden]);
+        let row = |floats: &Floats, at: usize| numbers(floats, at, hidden);
         let mut sum = vec![0.0; hidden];
         let mut add = |row: Vec<f32>, scale: f32| {
             let scaled: Vec<f32> = row.iter().map(|x| held(dtype, x * scale)).collect();
@@ -82,13 +87,14 @@ fn summed(case: &Case, inputs: &[Inputs], token: usize) -> Vec<f32> {
             What::MoeReduction { experts, .. } => {
                 for expert in 0..experts {
                     let at = expert * case.tokens + token;
-                    add(row(&inputs.main, at), f32::from_bits(inputs.scales[at]));
+                    add(row(&inputs.main, at), inputs.scales.value(at) as f32);
                 }
             }
             What::MoeFinalize { top_k, .. } => {
                 for at in token * top_k..(token + 1) * top_k {
                     if let Ok(from) = usize::try_from(inputs.rows[at]) {
-                        add(row(&inputs.main, from), inputs.scales.get(at).map_or(1.0, |word| dtype.decode(*word) as f32));
+                        let scale = if inputs.scales.is_empty() { 1.0 } else { inputs.scales.value(at) as f32 };
+                        add(row(&inputs.main, from), scale);
                     }
                 }
             }
@@ -224,7 +230,7 @@ fn an_element_that_was_never_written_is_found_and_said_to_be_so() {
     let inputs = inputs(&case, 0);
     let right = kernel(&case, &inputs, 0);
     let mut outputs = right.clone();
-    outputs.norm[700] = DType::Bf16.poison();
+    outputs.norm.set(700, DType::Bf16.poison());
     let wrong = check(&case, &inputs, 0, &outputs).unwrap_err();
     assert_eq!((wrong.output, wrong.count, wrong.unwritten, wrong.column), ("norm_out", 1, 1, 188));
     let mut outputs = right;
@@ -244,7 +250,7 @@ fn a_rank_that_is_missing_doubled_or_of_the_replay_before_is_found() {
             changed[at].main = other.main.clone();
             check(&case, &right, 0, &kernel(&case, &changed, 0)).unwrap_err()
         };
-        let nothing = Inputs { main: vec![0; right[0].main.len()], ..Inputs::default() };
+        let nothing = Inputs { main: Floats::from_words(dtype, vec![0; right[0].main.len()]), ..Inputs::none() };
         for wrong in [with(3, &nothing), with(3, &right[2]), with(7, &before[7])] {
             assert_eq!(wrong.output, "residual_out");
             assert!(wrong.count > 100, "{wrong:?}");
@@ -258,12 +264,13 @@ fn a_row_whose_mean_missed_a_warp_is_found() {
     let inputs = inputs(&case, 0);
     let mut outputs = kernel(&case, &inputs, 0);
     for token in 0..case.tokens {
-        let row = numbers(case.dtype, &outputs.residual[token * 2880..][..2880]);
+        let row = numbers(&outputs.residual, token, 2880);
         let square: f32 = row[..2880 - 160].iter().map(|x| x * x).sum();
         let factor = 1.0 / (square / 2880.0 + EPS as f32).sqrt();
-        let gamma = numbers(case.dtype, &inputs[0].gamma);
+        let gamma = numbers(&inputs[0].gamma, 0, 2880);
         for column in 0..2880 {
-            outputs.norm[token * 2880 + column] = case.dtype.encode(f64::from(row[column] * factor * gamma[column]));
+            let word = case.dtype.encode(f64::from(row[column] * factor * gamma[column]));
+            outputs.norm.set(token * 2880 + column, word);
         }
     }
     assert_eq!(check(&case, &inputs, 0, &outputs).unwrap_err().output, "norm_out");
@@ -286,7 +293,7 @@ fn a_wrong_scale_a_shifted_value_and_nan_are_found_in_quantized_outputs() {
         outputs.quant.rotate_right(1);
         assert_eq!(check(&case, &inputs, 0, &outputs).unwrap_err().output, "quant_out", "pattern {code}");
         let mut outputs = right;
-        outputs.residual[5] = 0x7fc0;
+        outputs.residual.set(5, 0x7fc0);
         assert_eq!(check(&case, &inputs, 0, &outputs).unwrap_err().output, "residual_out", "pattern {code}");
     }
 }
@@ -294,7 +301,8 @@ fn a_wrong_scale_a_shifted_value_and_nan_are_found_in_quantized_outputs() {
 #[test]
 fn negative_zero_is_as_good_as_zero_in_a_result() {
     let case = fusion(0, DType::Bf16, 2, 512, true);
-    let zeros = vec![Inputs { main: vec![0; 3 * 512], ..Inputs::default() }; 2];
-    let outputs = Outputs { sum: vec![0x8000; 3 * 512], ..Outputs::default() };
+    let all = |word| Floats::from_words(DType::Bf16, vec![word; 3 * 512]);
+    let zeros = vec![Inputs { main: all(0), ..Inputs::none() }; 2];
+    let outputs = Outputs { sum: all(0x8000), ..Outputs::none() };
     assert_eq!(check(&case, &zeros, 1, &outputs).unwrap().relative, 0.0);
 }
