@@ -8,7 +8,8 @@ use crate::error::{Error, Result};
 
 /// The folder of everything that fi-arch keeps (store, fetched wheels, logs).
 pub const FI_ARCH_HOME: &str = "FI_ARCH_HOME";
-/// For tests alone: which step of an installation goes wrong, and how (`step:7:kill`, `step:7:enospc`).
+/// For tests alone: which step of an installation goes wrong, and how (`step:7:kill`, `step:7:enospc`), or what goes wrong in a
+/// run on a GPU (`smoke:stride`; all of them in `src/smoke/fault.rs`).
 pub const FI_ARCH_FAULT: &str = "FI_ARCH_FAULT";
 /// Log filter of `tracing`, such as `debug` or `fi_arch::build=trace`.
 pub const FI_ARCH_LOG: &str = "FI_ARCH_LOG";
@@ -26,6 +27,8 @@ pub const CUDA_HOME: &str = "CUDA_HOME";
 pub const CUDA_PATH: &str = "CUDA_PATH";
 /// How many queues a process has on a GPU. Set for `smoke`'s workers, whose ranks wait for each other.
 pub const CUDA_DEVICE_MAX_CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+/// The GPUs that the driver shows to a process; set to nothing it shows none.
+pub const CUDA_VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
 /// The active virtual environment.
 pub const VIRTUAL_ENV: &str = "VIRTUAL_ENV";
 /// The active conda environment.

@@ -313,6 +313,7 @@ fn played_json(played: &Played) -> Value {
     value["median_us"] = json!(played.median_us());
     value["verdict"] = json!(played.word());
     value["why"] = json!(played.why());
+    value["known_fault"] = json!(played.fault.map(|fault| &fault.id));
     value["kernels"] = json!(played.launches);
     value
 }
@@ -326,6 +327,9 @@ fn report_json(report: &Report) -> Value {
         Verdict::Fail(why) => Some(problem("wrong", &format!("{}: {why}", played.case))),
         _ => None,
     }));
+    if let Some(nothing) = nothing_proven(report) {
+        problems.push(problem("nothing-proven", nothing));
+    }
     json!({
         "verdict": report.word(),
         "artifact": report.artifact.display().to_string(),
@@ -338,16 +342,31 @@ fn report_json(report: &Report) -> Value {
         "driver_cuda": report.driver,
         "tvm_ffi": report.tvm_ffi,
         "counts": {
-            "passed": counts.passed, "failed": counts.failed, "skipped": counts.skipped, "not_run": counts.not_run, "lost": counts.lost,
+            "passed": counts.passed, "failed": counts.failed, "known_faults": counts.known_faults,
+            "skipped": counts.skipped, "not_run": counts.not_run, "lost": counts.lost,
         },
         "clusters": report.clusters(),
         "not_called": report.not_called,
         "unknown_patterns": report.unknown_patterns,
         "problems": problems,
         "remarks": report.remarks,
+        "memory": report.memory.iter().map(|(gpu, taken)| json!({
+            "gpu": gpu, "allocated_mib": mib(taken.allocated_bytes), "fallen_mib": mib(taken.fallen_bytes),
+        })).collect::<Vec<_>>(),
         "elapsed_s": report.elapsed_s,
         "cases": report.played.iter().map(played_json).collect::<Vec<_>>(),
     })
+}
+
+/// Said where no case failed and none passed.
+fn nothing_proven(report: &Report) -> Option<&'static str> {
+    let counts = report.counts();
+    let nothing = counts.passed == 0 && counts.failed == 0 && counts.lost == 0 && report.platform_faults.is_empty();
+    nothing.then_some("no case passed: nothing is proven of the artifact")
+}
+
+fn mib(bytes: u64) -> f64 {
+    (bytes as f64 / f64::from(1 << 20) * 10.0).round() / 10.0
 }
 
 /// What cases of one kind had in common.
@@ -355,6 +374,7 @@ fn report_json(report: &Report) -> Value {
 struct Line {
     passed: usize,
     failed: usize,
+    known: usize,
     left_out: usize,
     error: f64,
     of_bound: f64,
@@ -380,6 +400,7 @@ fn report_text(report: &Report) -> String {
         match played.verdict {
             Verdict::Pass => line.passed += 1,
             Verdict::Fail(_) => line.failed += 1,
+            Verdict::KnownFault(_) => line.known += 1,
             _ => line.left_out += 1,
         }
         if played.verdict == Verdict::Pass {
@@ -388,15 +409,15 @@ fn report_text(report: &Report) -> String {
             line.micros.extend(played.median_us());
         }
     }
-    let _ = writeln!(text, "  {:24} {:9} {:>6} {:>6} {:>8} {:>9} {:>8}  median µs a call", "", "", "passed", "failed", "left out", "error", "of bound");
+    let _ = writeln!(text, "  {:24} {:9} {:>6} {:>6} {:>6} {:>8} {:>9} {:>8}  median µs a call", "", "", "passed", "failed", "known", "left out", "error", "of bound");
     for ((pattern, shot), line) in &lines {
         let least = line.micros.iter().copied().fold(f64::INFINITY, f64::min);
         let most = line.micros.iter().copied().fold(0.0, f64::max);
         let micros = if line.micros.is_empty() { String::new() } else { format!("{least:.1} – {most:.1}") };
         let _ = writeln!(
             text,
-            "  {pattern:24} {shot:9} {:>6} {:>6} {:>8} {:>9.1e} {:>8.2}  {micros}",
-            line.passed, line.failed, line.left_out, line.error, line.of_bound
+            "  {pattern:24} {shot:9} {:>6} {:>6} {:>6} {:>8} {:>9.1e} {:>8.2}  {micros}",
+            line.passed, line.failed, line.known, line.left_out, line.error, line.of_bound
         );
     }
     text.push('\n');
@@ -404,10 +425,11 @@ fn report_text(report: &Report) -> String {
     let counts = report.counts();
     let _ = writeln!(
         text,
-        "{}: {} passed, {} failed, {} skipped, {} not run, in {:.1} s",
+        "{}: {} passed, {} failed, {} with a known fault of the release, {} skipped, {} not run, in {:.1} s",
         report.word(),
         counts.passed,
         counts.failed,
+        counts.known_faults,
         counts.skipped,
         counts.not_run + counts.lost,
         report.elapsed_s
@@ -424,15 +446,26 @@ fn reasons(text: &mut String, report: &Report) {
         let _ = writeln!(text, "  remark: {remark}");
     }
     let mut left_out: BTreeMap<&str, usize> = BTreeMap::new();
+    let mut known: BTreeMap<&str, usize> = BTreeMap::new();
     for played in &report.played {
         match &played.verdict {
             Verdict::Fail(why) => _ = writeln!(text, "  FAIL {}: {why}", played.case),
             Verdict::Pass => {}
+            Verdict::KnownFault(_) => {
+                let fault = played.fault.map_or("", |fault| fault.why.as_str());
+                *known.entry(fault).or_default() += 1;
+            }
             Verdict::Skipped(why) if why.starts_with("its ranks cannot") => {
                 *left_out.entry("its ranks cannot all make progress on one GPU").or_default() += 1;
             }
             Verdict::Skipped(why) | Verdict::NotRun(why) | Verdict::Lost(why) => *left_out.entry(why).or_default() += 1,
         }
+    }
+    if let Some(nothing) = nothing_proven(report) {
+        let _ = writeln!(text, "  {nothing}");
+    }
+    for (why, count) in known {
+        let _ = writeln!(text, "  {count} known: {why}");
     }
     for (why, count) in left_out {
         let _ = writeln!(text, "  {count} left out: {why}");
@@ -446,5 +479,9 @@ fn reasons(text: &mut String, report: &Report) {
     let clusters: Vec<_> = report.clusters().iter().map(|(size, cases)| format!("{size} in {cases}")).collect();
     if !clusters.is_empty() {
         let _ = writeln!(text, "  cluster sizes: {} cases", clusters.join(", "));
+    }
+    for (gpu, taken) in &report.memory {
+        let (allocated, fallen) = (mib(taken.allocated_bytes), mib(taken.fallen_bytes));
+        let _ = writeln!(text, "  GPU {gpu}: {allocated} MiB allocated at most; its free memory fell by {fallen} MiB");
     }
 }

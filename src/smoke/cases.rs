@@ -3,11 +3,12 @@
 use std::collections::BTreeSet;
 use std::fmt;
 
+use pep440_rs::Version;
 use serde::{Deserialize, Serialize};
 
-use super::layout::{LAMPORT_TOKENS, Scales};
+use super::layout::{self, LAMPORT_TOKENS, Scales, Workspace, chunks_overlap};
 use super::numbers::DType;
-use crate::tables::calls::{Pattern, Quant, calls};
+use crate::tables::calls::{Fault, FaultKind, Pattern, Quant, When, calls};
 
 pub const TOKENS: [usize; 6] = [1, 3, 8, 16, 64, 128];
 /// 2880 (gpt-oss) gives 180 or 360 threads a block: the last warp is partial.
@@ -233,18 +234,33 @@ impl Case {
         if self.hidden.is_multiple_of(128) { 128 } else { 64 }
     }
 
-    /// Why the call is known to be wrong in every release; none where it is not.
-    pub fn known_fault(&self) -> Option<&'static str> {
-        let ragged = !self.hidden.is_multiple_of(256);
+    /// The buffers that a rank shares with the others.
+    pub fn workspace(&self) -> Workspace {
         match self.what {
-            What::Custom { path: Custom::NormLamport, .. } if ragged => {
-                Some("known fault of every release: with a hidden size that is no multiple of 256, whole warps run past the token")
-            }
-            What::MoeReduction { .. } | What::MoeFinalize { .. } if ragged && self.tokens > 1 => Some(
-                "known fault of every release: with a hidden size that is no multiple of 256, threads past the token's end take part in the next one",
-            ),
-            _ => None,
+            What::Custom { .. } | What::InitializeAll => layout::custom(self.ranks, self.tokens, self.hidden),
+            _ => layout::fusion(self.ranks, self.tokens, self.hidden, self.dtype.size()),
         }
+    }
+
+    /// What the sources of the release are known to do wrong in this call; of an unknown release, what any does.
+    pub fn known_fault(&self, release: Option<&Version>) -> Option<&'static Fault> {
+        let ragged = !self.hidden.is_multiple_of(256);
+        let name = self.to_string();
+        let is_in = |path: &String| name.strip_prefix(path.as_str()).is_some_and(|rest| rest.is_empty() || rest.starts_with(' '));
+        let meets = |fault: &&Fault| {
+            fault.function == self.what.function()
+                && (fault.paths.is_empty() || fault.paths.iter().any(is_in))
+                && release.is_none_or(|release| fault.releases.contains(release))
+                && match fault.when {
+                    When::Always => true,
+                    When::Ragged => ragged,
+                    When::RaggedRows => ragged && self.tokens > 1,
+                    When::UnevenChunks => chunks_overlap(self.tokens * self.hidden, self.ranks, self.dtype.size()),
+                }
+        };
+        // What is always wrong goes before what may be.
+        let found = || calls().faults.iter().filter(meets);
+        found().find(|fault| fault.kind == FaultKind::Wrong).or_else(|| found().next())
     }
 }
 
@@ -289,6 +305,8 @@ pub struct Scope {
     /// The codes of the patterns that its kernels name.
     pub patterns: BTreeSet<i64>,
     pub ranks: Vec<usize>,
+    /// The release that the artifact was built from, where that is known.
+    pub release: Option<Version>,
 }
 
 /// Which set of cases.
@@ -307,6 +325,7 @@ pub enum Set {
 pub struct Planned {
     pub case: Case,
     pub not_run: Option<String>,
+    pub fault: Option<&'static Fault>,
 }
 
 /// The cases of a set, those that share buffers next to each other.
@@ -319,21 +338,36 @@ pub fn plan(set: Set, scope: &Scope) -> Vec<Planned> {
     let planned = cases.into_iter().filter(|case| scope.functions.contains(case.what.function()));
     planned
         .map(|case| {
-            let not_run = not_run(&case, scope);
-            Planned { case, not_run }
+            let fault = case.known_fault(scope.release.as_ref());
+            let not_run = not_run(&case, fault, scope);
+            Planned { case, not_run, fault }
         })
         .collect()
 }
 
-fn not_run(case: &Case, scope: &Scope) -> Option<String> {
+fn not_run(case: &Case, fault: Option<&Fault>, scope: &Scope) -> Option<String> {
+    let wrong = || fault.filter(|fault| fault.kind == FaultKind::Wrong);
+    lacking(case, scope).or_else(|| wrong().map(|fault| format!("known fault of the release ({}): {}", fault.id, fault.why)))
+}
+
+/// Whether a case can be run, right or wrong.
+pub fn lacks_nothing(case: &Case, scope: &Scope) -> bool {
+    lacking(case, scope).is_none()
+}
+
+/// Why a case cannot be run at all.
+fn lacking(case: &Case, scope: &Scope) -> Option<String> {
+    if let What::Fusion { oneshot: false, .. } = case.what
+        && !is_possible(false, case.tokens, case.ranks)
+    {
+        return Some(format!("two-shot needs more tokens than ranks: {} are too few for {} ranks", case.tokens, case.ranks));
+    }
     let min_sm = match case.what {
         What::MoeReduction { quant: true, .. } => 100,
         _ => case.what.pattern().map_or(0, |pattern| pattern.min_sm),
     };
-    if scope.sm < min_sm {
-        return Some(format!("the sources have no body for it below sm_{min_sm}: on sm_{} it writes zeros", scope.sm));
-    }
-    case.known_fault().map(str::to_owned)
+    (scope.sm < min_sm)
+        .then(|| format!("the sources have no body for it below sm_{min_sm}: on sm_{} it writes zeros", scope.sm))
 }
 
 fn fusion(pattern: i64, dtype: DType, ranks: usize, tokens: usize, hidden: usize, oneshot: bool, pdl: bool) -> Case {
@@ -401,7 +435,7 @@ fn all(scope: &Scope) -> Vec<Case> {
 fn all_of_pattern(pattern: &Pattern, oneshot: bool, hidden: usize, ranks: usize, cases: &mut Vec<Case>) {
     let possible = |tokens: &usize| is_possible(oneshot, *tokens, ranks);
     for dtype in [DType::Bf16, DType::Fp16] {
-        for tokens in TOKENS.into_iter().filter(possible) {
+        for tokens in TOKENS {
             for pdl in [false, true] {
                 cases.push(fusion(pattern.code, dtype, ranks, tokens, hidden, oneshot, pdl));
             }
@@ -545,7 +579,29 @@ mod tests {
             functions: calls().functions.iter().map(|function| function.name.clone()).collect(),
             patterns: calls().patterns.iter().map(|pattern| pattern.code).collect(),
             ranks: RANKS.to_vec(),
+            release: None,
         }
+    }
+
+    #[test]
+    fn every_known_fault_is_met_by_a_case_and_none_stands_for_a_release_that_it_is_not_in() {
+        let planned = plan(Set::All, &scope(120));
+        for fault in &calls().faults {
+            let met: Vec<_> = planned.iter().filter(|one| one.fault.is_some_and(|found| found.id == fault.id)).collect();
+            assert!(!met.is_empty(), "{}", fault.id);
+            let run = |one: &&&Planned| one.not_run.is_none();
+            assert_eq!(met.iter().filter(run).count(), if fault.kind == FaultKind::Race { met.len() } else { 0 }, "{}", fault.id);
+        }
+        let case = |name: &str| planned.iter().find(|one| one.case.to_string() == name).unwrap();
+        let id = |name: &str| case(name).fault.map(|fault| fault.id.as_str());
+        assert_eq!(id("custom-pre-post-norm one-shot bf16 ranks=2 tokens=8 hidden=2880"), Some("custom-pre-post-ragged"));
+        assert_eq!(id("custom-pre-post-norm one-shot bf16 ranks=2 tokens=8 hidden=4096"), Some("custom-barrier"));
+        assert_eq!(id("custom-pre-post-norm two-shot bf16 ranks=2 tokens=8 hidden=4096"), Some("custom-pre-post-two-shot"));
+        assert_eq!(id("custom-pull two-shot bf16 ranks=4 tokens=8 hidden=2880"), Some("custom-two-shot-overlap"));
+        assert_eq!(id("custom-norm-lamport one-shot bf16 ranks=2 tokens=8 hidden=7168"), None);
+        assert_eq!(id("norm one-shot bf16 ranks=2 tokens=8 hidden=2880"), None);
+        let old: Version = "0.4.1".parse().unwrap();
+        assert_eq!(case("custom-pull two-shot bf16 ranks=4 tokens=8 hidden=2880").case.known_fault(Some(&old)), None);
     }
 
     #[test]
@@ -570,7 +626,7 @@ mod tests {
                         matches!(p.case.what, What::Fusion { pattern: code, oneshot: shot, .. } if code == pattern.code && shot == oneshot)
                             && (p.case.tokens, p.case.hidden) == (tokens, hidden)
                     });
-                    assert_eq!(found, oneshot || tokens > 2, "{} {oneshot} {tokens} {hidden}", pattern.name);
+                    assert!(found, "{} {oneshot} {tokens} {hidden}", pattern.name);
                 }
             }
         }
@@ -588,7 +644,8 @@ mod tests {
         for set in [Set::Quick, Set::All, Set::Pairwise] {
             for planned in plan(set, &scope(120)) {
                 if let What::Fusion { oneshot: false, .. } = planned.case.what {
-                    assert!(planned.case.tokens > planned.case.ranks, "{}", planned.case);
+                    let few = planned.case.tokens <= planned.case.ranks;
+                    assert_eq!(planned.not_run.as_ref().is_some_and(|why| why.contains("too few")), few, "{}", planned.case);
                 }
             }
         }

@@ -201,6 +201,7 @@ mod tests {
             functions: calls().functions.iter().map(|function| function.name.clone()).collect(),
             patterns: [1].into(),
             ranks: vec![2],
+            release: None,
         };
         plan(Set::Quick, &scope)[0].case.what
     }

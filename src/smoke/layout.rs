@@ -21,6 +21,21 @@ pub struct Workspace {
     pub part: usize,
 }
 
+impl Workspace {
+    /// Where each buffer begins, in bytes, when they lie behind each other.
+    pub fn offsets(&self) -> impl Iterator<Item = usize> + '_ {
+        self.buffers.iter().scan(0, |end, bytes| {
+            let begin = *end;
+            *end += bytes;
+            Some(begin)
+        })
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.buffers.iter().sum()
+    }
+}
+
 /// For the fusion kernels: data, barrier flags, and three Lamport parts in one buffer.
 pub fn fusion(ranks: usize, tokens: usize, hidden: usize, element: usize) -> Workspace {
     let part = ranks * tokens * hidden * element;
@@ -106,6 +121,22 @@ pub fn group_scale_bytes(tokens: usize, groups: usize) -> usize {
     groups.div_ceil(4) * up(tokens, 4) * 4
 }
 
+/// Whether blocks of the two-shot kernels of `trtllm_custom_all_reduce` work on elements of each other's chunks. Their launcher
+/// rounds the threads up to whole warps, then cuts the exact number of accesses in as many chunks as there are blocks.
+pub fn chunks_overlap(elements: usize, ranks: usize, element: usize) -> bool {
+    const MOST_THREADS: usize = 512;
+    const MOST_BLOCKS: usize = 24;
+    let accesses = elements * element / 16 / ranks;
+    let threads = up(accesses, 32);
+    let Some(cut) = (1..=threads).find(|blocks| threads.is_multiple_of(*blocks) && threads / blocks <= MOST_THREADS) else {
+        return false;
+    };
+    let block = threads / cut;
+    let rounds = (1..=cut).find(|rounds| cut / rounds <= MOST_BLOCKS && cut.is_multiple_of(*rounds)).unwrap_or(1);
+    let blocks = cut / rounds;
+    blocks > 1 && !accesses.div_ceil(blocks).is_multiple_of(block)
+}
+
 pub fn up(size: usize, step: usize) -> usize {
     size.div_ceil(step) * step
 }
@@ -125,12 +156,25 @@ mod tests {
         assert_eq!(fusion(2, 8, 7168, 4).part, 2 * 8 * 7168 * 4);
         assert_eq!(custom(2, 8, 7168).buffers, vec![STEP; 7]);
         assert_eq!(custom(4, 8, 8192).buffers[4..], [2 * STEP; 3]);
+        assert_eq!((large.offsets().collect::<Vec<_>>(), large.bytes()), (vec![0, 2 * STEP, 3 * STEP], 9 * STEP));
     }
 
     #[test]
     fn the_pointer_table_is_by_kind_then_rank_and_ends_with_the_counters() {
         assert_eq!(fusion_pointers(&[vec![1, 3, 5], vec![2, 4, 6]], 7), [1, 2, 3, 4, 5, 6, 7]);
         assert_eq!(counters(40), [0, 0, 0, 40, 0]);
+    }
+
+    #[test]
+    fn chunks_overlap_where_threads_were_rounded_up_and_there_is_more_than_one_block() {
+        // 22 warps and a half in two blocks: a block of 368 threads has a chunk of 360 accesses.
+        assert!(chunks_overlap(8 * 2880, 4, 2));
+        // Whole warps; one block.
+        for (elements, ranks) in [(8 * 2880, 2), (8 * 2880, 8), (8 * 7168, 4), (8 * 4096, 8)] {
+            assert!(!chunks_overlap(elements, ranks, 2), "{elements} {ranks}");
+        }
+        assert!(chunks_overlap(64 * 7168 + 16 * 4, 4, 2));
+        assert!(!chunks_overlap(0, 2, 2));
     }
 
     #[test]

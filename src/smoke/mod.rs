@@ -10,6 +10,7 @@
 //! | `signature` | which parameter list a function has; values bound to it by name |
 //! | `ffi` | the two modules that touch foreign code: the CUDA driver, and TVM-FFI |
 //! | `libraries` | which libtvm_ffi and libcudart are loaded |
+//! | `fault` | faults that a test plants |
 //! | `stage` | a worker's side of the GPU: memory, graph, replays |
 //! | `worker`, `protocol`, `supervise` | the processes: who hosts ranks, what they say to each other, who kills them |
 //! | `platform` | what on this machine keeps GPUs from reading each other's memory |
@@ -22,6 +23,7 @@
 //! Inputs are made and outputs compared on the host, in float64, by all its cores.
 
 pub mod cases;
+mod fault;
 pub mod ffi;
 mod inputs;
 pub mod layout;
@@ -40,13 +42,15 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use pep440_rs::Version;
+
 use crate::cubin::usable::usable;
 use crate::cubin::{self, Inventory, Kind};
 use crate::error::{Error, Result};
 use crate::exit::Exit;
 use crate::store::{self, Manifest};
 use crate::survey::Environment;
-use crate::tables::calls::calls;
+use crate::tables::calls::{FaultKind, calls};
 use cases::{Planned, Scope, Set};
 use ffi::driver::Driver;
 use protocol::Unknown;
@@ -121,10 +125,13 @@ pub fn run(
     let patterns = patterns(&inventory);
     let uncallable: BTreeSet<&str> = machine.unknown.iter().map(|unknown| unknown.function.as_str()).collect();
     let functions = exports.iter().filter(|name| !uncallable.contains(name.as_str())).cloned().collect();
-    let scope = Scope { sm, functions, patterns: patterns.clone(), ranks: request.ranks.clone() };
+    let release = release_of(manifest.as_ref());
+    let scope = Scope { sm, functions, patterns: patterns.clone(), ranks: request.ranks.clone(), release };
     let planned = plan(request, &scope)?;
 
-    let most = planned.iter().filter(|one| one.not_run.is_none()).map(|one| one.case.ranks).max().unwrap_or(0);
+    let to_run = || planned.iter().filter(|one| one.not_run.is_none());
+    supervisor.will_share(to_run().map(|one| one.case.workspace().bytes()).max().unwrap_or(0));
+    let most = to_run().map(|one| one.case.ranks).max().unwrap_or(0);
     let transport_proven = supervisor.one_gpu_a_rank(most) && most > 1;
     let mut platform_faults = Vec::new();
     if request.transport == Transport::Ipc && most > 1 {
@@ -137,11 +144,12 @@ pub fn run(
             supervisor.play(at as u64, one)?
         } else {
             let verdict = Verdict::NotRun("the ranks cannot read and write each other's memory".to_owned());
-            Played { case: one.case.clone(), verdict, outcome: Default::default(), launches: Vec::new() }
+            Played::new(one, verdict)
         };
         observe(Event::Played { at: at + 1, of: planned.len(), played: &one });
         played.push(one);
     }
+    supervisor.finish();
     let remarks = if platform_faults.is_empty() { Vec::new() } else { platform::remarks() };
     Ok(Report {
         artifact: request.artifact.clone(),
@@ -158,6 +166,7 @@ pub fn run(
         unknown_patterns: patterns.difference(&known).copied().collect(),
         platform_faults,
         remarks,
+        memory: supervisor.memory().clone(),
         elapsed_s: started.elapsed().as_secs_f64(),
     })
 }
@@ -173,7 +182,8 @@ fn plan(request: &Request, scope: &Scope) -> Result<Vec<Planned>> {
         if let Some(replays) = request.replays {
             one.case.replays = replays;
         }
-        if request.known_faults && one.case.known_fault().is_some() {
+        let left_out_for_it = one.fault.is_some_and(|fault| fault.kind == FaultKind::Wrong);
+        if request.known_faults && left_out_for_it && cases::lacks_nothing(&one.case, scope) {
             one.not_run = None;
         }
     }
@@ -186,7 +196,9 @@ fn plan(request: &Request, scope: &Scope) -> Result<Vec<Planned>> {
 /// The cases that a request would run on a GPU of SM `sm`. Needs no GPU.
 pub fn list(request: &Request, sm: u32) -> Result<Vec<Planned>> {
     let inventory = cubin::read(&request.artifact)?;
-    let scope = Scope { sm, functions: exports(&inventory), patterns: patterns(&inventory), ranks: request.ranks.clone() };
+    let release = release_of(manifest_beside(&request.artifact).as_ref());
+    let (functions, patterns) = (exports(&inventory), patterns(&inventory));
+    let scope = Scope { sm, functions, patterns, ranks: request.ranks.clone(), release };
     plan(request, &scope)
 }
 
@@ -254,6 +266,11 @@ fn manifest_beside(artifact: &Path) -> Option<Manifest> {
     (artifact.file_name()? == manifest.artifact.file.as_str()).then_some(manifest)
 }
 
+/// The release that the artifact was built from, where its manifest says so.
+fn release_of(manifest: Option<&Manifest>) -> Option<Version> {
+    manifest?.flashinfer.parse().ok()
+}
+
 /// Every exported function that no case has called, and why.
 fn not_called(exports: &BTreeSet<String>, unknown: &[Unknown], played: &[Played]) -> Vec<Unknown> {
     let called = |name: &String| {
@@ -262,7 +279,7 @@ fn not_called(exports: &BTreeSet<String>, unknown: &[Unknown], played: &[Played]
             // Every workspace is initialized by the artifact's own function.
             let initializes = !matches!(one.verdict, Verdict::NotRun(_) | Verdict::Lost(_))
                 && name == if function == "trtllm_custom_all_reduce" { "trtllm_lamport_initialize_all" } else { "trtllm_lamport_initialize" };
-            initializes || (function == name && matches!(one.verdict, Verdict::Pass | Verdict::Fail(_)))
+            initializes || (function == name && matches!(one.verdict, Verdict::Pass | Verdict::Fail(_) | Verdict::KnownFault(_)))
         })
     };
     let why = |name: &String| {

@@ -1,8 +1,11 @@
 //! What the supervisor and its workers say to each other: one JSON object a line, over one socket a worker.
 //!
-//! A case goes so: `Begin` → `Begun`, `Connect` → `Ready` (or `Skipped`, `Failed`), `Go` → `At` for each replay → `Ended`,
-//! `Close` → `Closed`. A case that goes in step has a `Stepped` after each replay but the last, and a `Go` before each. A
-//! worker that finds its GPU hung says `Hung` and ends without giving anything back.
+//! Every order is a phase: the next one is given when all workers have answered. Workers share memory once, when they start:
+//! `Share` → `Shared`, `Map` → `Probed`; every case then takes its buffers out of what is shared, and `Unmap` → `Closed` comes
+//! before anything of it is freed. A case goes so: `Begin` → `Begun` (its buffers are as the first call wants them, and nobody
+//! has written to another's), `Connect` → `Ready` (or `Skipped`, `Failed`), `Go` → `At` for each replay → `Ended`. A case that
+//! goes in step has a `Stepped` after each replay but the last, and a `Go` before each. A worker that finds its GPU hung says
+//! `Hung` and ends without giving anything back.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -19,18 +22,23 @@ use super::ffi::driver::DeviceInfo;
 pub enum Order {
     /// Load everything; answered by `Opened`, `Lacks` or `Broken`.
     Open { artifact: PathBuf, tvm_ffi: PathBuf, cudart: Option<PathBuf>, device: usize, deadline_ms: u64 },
-    /// Allocate what the hosted `ranks` of a case need. `share`: hand out IPC handles.
-    Begin { number: u64, case: Case, ranks: Vec<usize>, share: bool },
-    /// The handles of all ranks' buffers, by rank and buffer; none without IPC. Makes the graph.
-    Connect { handles: Vec<Vec<String>> },
+    /// Allocate what `rank` shares, for as long as the worker lives. Answered by `Shared`.
+    Share { rank: usize, bytes: usize },
+    /// Map what the others share, by rank. Answered by `Probed`.
+    Map { handles: Vec<String> },
+    /// Let go of what the others share. Answered by `Closed`.
+    Unmap,
+    /// Bring the buffers of the hosted `ranks`, in the `shared_bytes` of each, into the state before the first call.
+    /// `past_wrong`: go on after wrong numbers.
+    Begin { number: u64, case: Case, ranks: Vec<usize>, shared_bytes: usize, past_wrong: bool },
+    /// Make the graph.
+    Connect,
     /// Run the replays (all of them, or the next one where a case goes in step).
     Go,
-    /// Let go of the other ranks' memory.
-    Close,
-    /// A buffer that other workers can read and write. Answered by `Begun`.
-    Probe { rank: usize },
-    /// Copy from and to the probe buffers of the others. Answered by `Probed`.
-    ProbePeers { handles: Vec<String> },
+    /// Write a pattern into what is shared, for the others to read. Answered by `Probed`.
+    Probe,
+    /// Copy from and to what the others share. Answered by `Probed`.
+    ProbePeers,
     /// Look at what the others wrote. Answered by `Probed`.
     ProbeOwn,
 }
@@ -38,12 +46,14 @@ pub enum Order {
 /// What a worker answers.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Answer {
-    Opened { devices: Vec<DeviceInfo>, driver: String, tvm_ffi: Option<String>, unknown: Vec<Unknown> },
+    Opened { devices: Vec<DeviceInfo>, driver: String, tvm_ffi: Option<String>, unknown: Vec<Unknown>, free_bytes: u64 },
     /// The machine cannot run any case.
     Lacks(String),
     /// The artifact cannot be loaded.
     Broken(String),
-    Begun { handles: Vec<Vec<String>> },
+    /// The IPC handle of what the rank shares.
+    Shared { handle: String },
+    Begun,
     Ready { kernels: Vec<Launch> },
     /// The case cannot be run here, and why.
     Skipped(String),
@@ -85,8 +95,13 @@ pub struct Launch {
 pub struct Outcome {
     /// The first thing that was wrong.
     pub wrong: Option<String>,
+    /// Something was wrong in a way that no order of threads explains: an output that was never written, a write elsewhere.
+    pub beyond_a_race: bool,
     /// Replays whose numbers were all right.
     pub right: u32,
+    /// The most bytes that this worker had allocated at one time, and what the GPU had left with the case's memory in place.
+    pub allocated_bytes: u64,
+    pub free_bytes: u64,
     pub error: f64,
     pub of_bound: f64,
     /// Of each replay, in microseconds a call.
@@ -151,9 +166,9 @@ mod tests {
     fn messages_pass_whole_and_the_end_is_no_error() {
         let (one, other) = UnixStream::pair().unwrap();
         let (mut one, mut other) = (Line::new(one).unwrap(), Line::new(other).unwrap());
-        one.send(&Order::Probe { rank: 3 }).unwrap();
+        one.send(&Order::Share { rank: 3, bytes: 7 }).unwrap();
         one.send(&Order::Go).unwrap();
-        assert!(matches!(other.receive().unwrap(), Some(Order::Probe { rank: 3 })));
+        assert!(matches!(other.receive().unwrap(), Some(Order::Share { rank: 3, bytes: 7 })));
         assert!(matches!(other.receive().unwrap(), Some(Order::Go)));
         drop(one);
         assert!(other.receive::<Order>().unwrap().is_none());

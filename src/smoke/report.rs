@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use super::ffi::driver::DeviceInfo;
 use super::protocol::Unknown;
-use super::supervise::{Played, Transport, Verdict};
+use super::supervise::{Played, Taken, Transport, Verdict};
 
 /// A whole run.
 #[derive(Debug)]
@@ -31,6 +31,8 @@ pub struct Report {
     /// What does not work between the GPUs, whatever is run on them.
     pub platform_faults: Vec<String>,
     pub remarks: Vec<String>,
+    /// The memory that was taken, by the ordinal of the GPU.
+    pub memory: BTreeMap<usize, Taken>,
     pub elapsed_s: f64,
 }
 
@@ -39,6 +41,8 @@ pub struct Report {
 pub struct Counts {
     pub passed: usize,
     pub failed: usize,
+    /// Run, and said to be wrong by the release itself: neither a pass nor a fault of the artifact.
+    pub known_faults: usize,
     pub skipped: usize,
     pub not_run: usize,
     /// Left out because workers were lost.
@@ -52,6 +56,7 @@ impl Report {
             match played.verdict {
                 Verdict::Pass => counts.passed += 1,
                 Verdict::Fail(_) => counts.failed += 1,
+                Verdict::KnownFault(_) => counts.known_faults += 1,
                 Verdict::Skipped(_) => counts.skipped += 1,
                 Verdict::NotRun(_) => counts.not_run += 1,
                 Verdict::Lost(_) => counts.lost += 1,
@@ -87,11 +92,12 @@ impl Report {
 }
 
 impl Played {
-    /// `pass`, `fail`, `skipped` or `not-run`.
+    /// `pass`, `fail`, `known-fault`, `skipped` or `not-run`.
     pub fn word(&self) -> &'static str {
         match self.verdict {
             Verdict::Pass => "pass",
             Verdict::Fail(_) => "fail",
+            Verdict::KnownFault(_) => "known-fault",
             Verdict::Skipped(_) => "skipped",
             Verdict::NotRun(_) | Verdict::Lost(_) => "not-run",
         }
@@ -101,7 +107,7 @@ impl Played {
     pub fn why(&self) -> Option<&str> {
         match &self.verdict {
             Verdict::Pass => None,
-            Verdict::Fail(why) | Verdict::Skipped(why) | Verdict::NotRun(why) | Verdict::Lost(why) => Some(why),
+            Verdict::Fail(why) | Verdict::KnownFault(why) | Verdict::Skipped(why) | Verdict::NotRun(why) | Verdict::Lost(why) => Some(why),
         }
     }
 
@@ -121,7 +127,7 @@ pub fn junit(report: &Report) -> String {
         "tests=\"{}\" failures=\"{}\" errors=\"0\" skipped=\"{}\" time=\"{:.3}\"",
         report.played.len(),
         counts.failed,
-        counts.skipped + counts.not_run + counts.lost,
+        counts.known_faults + counts.skipped + counts.not_run + counts.lost,
         report.elapsed_s
     );
     let _ = writeln!(xml, "<testsuites {totals}>");
@@ -177,7 +183,7 @@ mod tests {
         let what = What::Custom { path: Custom::NormLamport, bias: false };
         let case = Case { what, dtype: DType::Bf16, ranks: 2, tokens, hidden: 7168, pdl: true, replays: REPLAYS };
         let outcome = Outcome { micros: vec![5.0, 1.0, 9.0], ..Outcome::default() };
-        Played { case, verdict, outcome, launches: Vec::new() }
+        Played { case, verdict, outcome, launches: Vec::new(), fault: None }
     }
 
     fn report(verdicts: Vec<Verdict>) -> Report {
@@ -196,6 +202,7 @@ mod tests {
             unknown_patterns: Vec::new(),
             platform_faults: Vec::new(),
             remarks: Vec::new(),
+            memory: BTreeMap::new(),
             elapsed_s: 1.5,
         }
     }
@@ -205,6 +212,9 @@ mod tests {
         let skip = || Verdict::Skipped("x".into());
         assert!(report(vec![Verdict::Pass, skip(), Verdict::NotRun("y".into())]).passed());
         assert!(!report(vec![skip()]).passed());
+        let known = || Verdict::KnownFault("k".into());
+        assert!(report(vec![Verdict::Pass, known()]).passed());
+        assert!(!report(vec![known()]).passed(), "it proves nothing");
         assert!(!report(vec![]).passed());
         assert!(!report(vec![Verdict::Pass, Verdict::Fail("z".into())]).passed());
         assert!(!report(vec![Verdict::Pass, Verdict::Lost("z".into())]).passed());

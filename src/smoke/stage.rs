@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use rayon::prelude::*;
 
 use super::cases::{Case, What};
+use super::fault::{Planted, planted};
 use super::ffi::driver::{self, Context, CudaError, Driver, Event, Executable, IpcHandle, Memory, PeerMemory, Stream};
 use super::ffi::tvm::{Argument, Element, Module, Place, Raised, Tensor};
 use super::inputs::{self, Inputs};
@@ -23,7 +24,8 @@ use crate::tables::calls::{Form, Quant, calls};
 const GUARD: usize = 64;
 /// What a Lamport buffer holds before the artifact initializes it.
 const STALE: u16 = 0x5a5a;
-const PROBE_BYTES: usize = 1 << 20;
+/// Bytes that each rank writes to each other in the probe.
+const PROBE_SLOT: usize = 1 << 16;
 
 /// Why a case could not be carried out.
 #[derive(Debug)]
@@ -32,6 +34,8 @@ pub enum Trouble {
     Skip(String),
     /// The numbers, or the graph, are wrong; the GPU is well.
     Wrong(String),
+    /// Every output was written, some with wrong numbers.
+    Off(String),
     /// An error was raised.
     Failed(String),
     /// The GPU did not finish in time.
@@ -63,7 +67,12 @@ pub struct Stage {
     /// The stream from which the others fork.
     origin: Stream,
     deadline: Duration,
-    probe: Option<Probe>,
+    /// Bytes of the GPU that nobody had taken when the artifact was loaded.
+    pub free_bytes: u64,
+    /// What the hosted ranks share, each one allocation for the life of the worker.
+    shared: BTreeMap<usize, Memory>,
+    /// What the ranks of other workers share.
+    peers: BTreeMap<usize, PeerMemory>,
 }
 
 /// Why a stage could not be opened: the machine's fault, or the artifact's.
@@ -99,7 +108,66 @@ impl Stage {
         }
         let origin = context.stream().map_err(lacks)?;
         let driver = driver.version().map_err(lacks)?;
-        Ok(Self { device: info, devices, driver, context, module, forms, unknown, origin, deadline, probe: None })
+        let free_bytes = context.free_bytes().map_err(lacks)?;
+        let (shared, peers) = (BTreeMap::new(), BTreeMap::new());
+        Ok(Self {
+            device: info,
+            devices,
+            driver,
+            context,
+            module,
+            forms,
+            unknown,
+            origin,
+            deadline,
+            free_bytes,
+            shared,
+            peers,
+        })
+    }
+
+    /// What a hosted rank shares with the others; `bytes` are the same in every call.
+    fn shared_of(&mut self, rank: usize, bytes: usize) -> Result<Memory, Trouble> {
+        if !self.shared.contains_key(&rank) {
+            self.shared.insert(rank, self.context.alloc(bytes)?);
+        }
+        Ok(self.shared[&rank].clone())
+    }
+
+    /// The IPC handle of what a hosted rank shares.
+    pub fn share(&mut self, rank: usize, bytes: usize) -> Result<String, Trouble> {
+        Ok(hex(&self.shared_of(rank, bytes)?.ipc_handle()?.0))
+    }
+
+    /// Maps what the ranks of other workers share, and says what cannot be mapped. What is mapped already stays.
+    pub fn map(&mut self, handles: &[String]) -> Result<Vec<String>, Trouble> {
+        let mut faults = Vec::new();
+        for (other, handle) in handles.iter().enumerate() {
+            if self.shared.contains_key(&other) || self.peers.contains_key(&other) {
+                continue;
+            }
+            let raw = unhex(handle).ok_or_else(|| Trouble::Failed("a handle is damaged".to_owned()))?;
+            match self.context.open_peer(&IpcHandle(raw)) {
+                Ok(peer) => _ = self.peers.insert(other, peer),
+                Err(error) => faults.push(format!("rank {} cannot map the memory of rank {other} ({error})", self.own_rank())),
+            }
+        }
+        Ok(faults)
+    }
+
+    /// Lets go of what the ranks of other workers share.
+    pub fn unmap(&mut self) {
+        self.peers.clear();
+    }
+
+    /// The rank of a worker that hosts one.
+    fn own_rank(&self) -> usize {
+        self.shared.keys().next().copied().unwrap_or(0)
+    }
+
+    /// The address of what a rank shares.
+    fn address_of(&self, rank: usize) -> Option<u64> {
+        self.shared.get(&rank).map(Memory::address).or_else(|| self.peers.get(&rank).map(PeerMemory::address))
     }
 
     pub fn tvm_ffi_version(&self) -> Option<String> {
@@ -157,6 +225,8 @@ pub struct Play {
     graph: Option<Executable>,
     outcome: Outcome,
     replay: u32,
+    /// Replays go on, and are compared, after one with wrong numbers.
+    past_wrong: bool,
     /// The first and the last event of a replay.
     events: (Event, Event),
 }
@@ -168,7 +238,6 @@ struct Rank {
     stream: Stream,
     /// What the other ranks read and write.
     shared: Vec<Memory>,
-    peers: Vec<PeerMemory>,
     /// The fusion kernels' counters, and their table of pointers.
     counters: Option<Memory>,
     table: Option<Memory>,
@@ -198,10 +267,22 @@ enum Array {
 
 impl Play {
     /// Allocates and initializes what the hosted ranks need.
-    pub fn begin(stage: &Stage, number: u64, case: &Case, ranks: &[usize]) -> Result<Self, Trouble> {
-        let workspace = workspace(case);
+    pub fn begin(
+        stage: &mut Stage,
+        number: u64,
+        case: &Case,
+        ranks: &[usize],
+        shared_bytes: usize,
+        past_wrong: bool,
+    ) -> Result<Self, Trouble> {
+        let workspace = case.workspace();
         let sizes = Sizes::of(case);
-        let ranks = ranks.iter().map(|rank| Rank::new(stage, case, &workspace, &sizes, *rank)).collect::<Result<Vec<_>, _>>()?;
+        let mut hosted = Vec::new();
+        for &rank in ranks {
+            let whole = stage.shared_of(rank, shared_bytes)?;
+            hosted.push(Rank::new(stage, case, &whole, &workspace, &sizes, rank)?);
+        }
+        let ranks = hosted;
         let events = (stage.context.event()?, stage.context.event()?);
         let play = Self {
             case: case.clone(),
@@ -213,16 +294,11 @@ impl Play {
             graph: None,
             outcome: Outcome::default(),
             replay: 0,
+            past_wrong,
             events,
         };
         play.initialize(stage)?;
         Ok(play)
-    }
-
-    /// IPC handles of the hosted ranks' buffers.
-    pub fn handles(&self) -> Result<Vec<Vec<String>>, Trouble> {
-        let of_rank = |rank: &Rank| rank.shared.iter().map(|memory| Ok(hex(&memory.ipc_handle()?.0))).collect();
-        self.ranks.iter().map(of_rank).collect()
     }
 
     /// Has the artifact fill the Lamport buffers with −0.0, and looks whether it did.
@@ -231,13 +307,13 @@ impl Play {
         let whole = matches!(self.case.what, What::Initialize | What::InitializeAll);
         for rank in &self.ranks {
             for (memory, lamport) in rank.shared.iter().zip(&self.workspace.lamport) {
-                if *lamport { memory.fill16(STALE)? } else { memory.fill8(0)? }
+                if *lamport { memory.fill16(STALE, &stage.origin)? } else { memory.fill8(0, &stage.origin)? }
             }
             let lamport: Vec<&Memory> =
                 rank.shared.iter().zip(&self.workspace.lamport).filter(|(_, is)| **is).map(|(memory, _)| memory).collect();
             let address = |memory: &Memory| Argument::Int(memory.address() as i64);
             match lamport[..] {
-                [] => continue,
+                [] => {}
                 [one] => {
                     let size = Argument::Int((one.bytes() / dtype.size()) as i64);
                     let values = Values::from([("buffer_ptr", address(one)), ("size", size), ("dtype", Argument::DataType(dtype))]);
@@ -265,28 +341,17 @@ impl Play {
                 }
             }
         }
-        stage.context.synchronize()?;
         Ok(())
     }
 
-    /// Maps the other ranks' buffers and makes the graph. `handles` is by rank and buffer; empty where all ranks are hosted.
-    pub fn connect(&mut self, stage: &Stage, handles: &[Vec<String>]) -> Result<Vec<Launch>, Trouble> {
+    /// Makes the graph, once the buffers of all ranks are as the first call wants them.
+    pub fn connect(&mut self, stage: &Stage) -> Result<Vec<Launch>, Trouble> {
         if matches!(self.case.what, What::Initialize | What::InitializeAll) {
             return Ok(Vec::new());
         }
-        for rank in &self.ranks {
-            self.addresses[rank.rank] = rank.shared.iter().map(Memory::address).collect();
-        }
-        for (other, handles) in handles.iter().enumerate() {
-            if self.ranks.iter().any(|rank| rank.rank == other) {
-                continue;
-            }
-            for handle in handles {
-                let raw = unhex(handle).ok_or_else(|| Trouble::Failed("a handle is damaged".to_owned()))?;
-                let peer = stage.context.open_peer(&IpcHandle(raw))?;
-                self.addresses[other].push(peer.address());
-                self.ranks[0].peers.push(peer);
-            }
+        for (rank, addresses) in self.addresses.iter_mut().enumerate() {
+            let base = stage.address_of(rank).ok_or_else(|| Trouble::Failed(format!("the memory of rank {rank} is not mapped")))?;
+            *addresses = self.workspace.offsets().map(|offset| base + offset as u64).collect();
         }
         for rank in &mut self.ranks {
             rank.tables(stage, &self.case, &self.workspace, &self.addresses)?;
@@ -363,30 +428,32 @@ impl Play {
             .map(|call| (0..self.case.ranks).into_par_iter().map(|rank| inputs::make(&self.case, seed, call, rank)).collect())
             .collect();
         for rank in &self.ranks {
-            rank.write_inputs(&all)?;
-            rank.poison_outputs(&self.case, self.replay)?;
+            rank.write_inputs(&all, &stage.origin)?;
+            rank.poison_outputs(&self.case, self.replay, &stage.origin)?;
         }
-        stage.context.synchronize()?;
         self.events.0.record(&stage.origin)?;
         stage.origin.launch(graph)?;
         self.events.1.record(&stage.origin)?;
         stage.finish(&stage.origin).map_err(|waited| self.hung(waited))?;
         self.outcome.micros.push(self.events.1.micros_since(&self.events.0)? / calls as f64);
-        if self.outcome.wrong.is_none() {
+        if self.outcome.wrong.is_none() || self.past_wrong {
             match self.compare(&all) {
                 Ok(distance) => {
                     self.outcome.right += 1;
                     self.outcome.error = self.outcome.error.max(distance.relative);
                     self.outcome.of_bound = self.outcome.of_bound.max(distance.of_bound);
                 }
-                Err(Trouble::Wrong(what)) => self.outcome.wrong = Some(format!("replay {}: {what}", self.replay + 1)),
+                Err(trouble @ (Trouble::Wrong(_) | Trouble::Off(_))) => {
+                    self.outcome.beyond_a_race |= matches!(trouble, Trouble::Wrong(_));
+                    self.outcome.wrong.get_or_insert_with(|| format!("replay {}: {trouble}", self.replay + 1));
+                }
                 Err(other) => return Err(other),
             }
         }
         self.replay += 1;
         // Where other workers hold ranks, they would wait for ever for one that stops.
         let alone = self.ranks.len() == self.case.ranks;
-        Ok(self.replay == self.case.replays || (alone && self.outcome.wrong.is_some()))
+        Ok(self.replay == self.case.replays || (alone && self.outcome.wrong.is_some() && !self.past_wrong))
     }
 
     pub fn replays_done(&self) -> u32 {
@@ -402,14 +469,9 @@ impl Play {
     }
 
     /// What came of it.
-    pub fn outcome(&mut self) -> Outcome {
-        std::mem::take(&mut self.outcome)
-    }
-
-    /// Lets go of the other ranks' memory.
-    pub fn close(&mut self) {
-        self.graph = None;
-        self.ranks.iter_mut().for_each(|rank| rank.peers.clear());
+    pub fn outcome(&mut self, stage: &Stage) -> Result<Outcome, Trouble> {
+        let (allocated_bytes, free_bytes) = (stage.context.most_allocated(), stage.context.free_bytes()?);
+        Ok(Outcome { allocated_bytes, free_bytes, ..std::mem::take(&mut self.outcome) })
     }
 
     fn compare(&self, all: &[Vec<Inputs>]) -> Result<Distance, Trouble> {
@@ -433,16 +495,18 @@ impl Play {
             })
             .collect();
         let rows_wrong = found.iter().filter(|row| row.is_err()).count();
+        let any_unwritten = found.iter().any(|row| row.as_ref().is_err_and(|(.., wrong)| wrong.unwritten > 0));
         let rows = found.len();
         let mut distance = Distance::default();
         for row in found {
             match row {
                 Ok(one) => distance = distance.max(one),
                 Err((call, rank, token, wrong)) => {
-                    return Err(Trouble::Wrong(format!(
+                    let what = format!(
                         "rank {rank}, call {call}, token {token}: {} ({rows_wrong} of {rows} tokens are wrong)",
                         describe(&wrong, self.case.hidden)
-                    )));
+                    );
+                    return Err(if any_unwritten { Trouble::Wrong(what) } else { Trouble::Off(what) });
                 }
             }
         }
@@ -469,16 +533,21 @@ impl Play {
         let case = &self.case;
         let (tokens, hidden) = (case.tokens, case.hidden);
         let float = Element::Float(case.dtype);
+        let fusion_with = |fault| planted() == Some(fault) && matches!(case.what, What::Fusion { .. });
+        let told_tokens = if fusion_with(Planted::FewTokens) && case.oneshot() == Some(false) { case.ranks } else { tokens };
+        let told_hidden = if fusion_with(Planted::Stride) { hidden - 256 } else { hidden };
         let mut values = Values::from([
             ("world_size", Argument::Int(case.ranks as i64)),
             ("world_rank", Argument::Int(rank.rank as i64)),
-            ("token_num", Argument::Int(tokens as i64)),
-            ("hidden_dim", Argument::Int(hidden as i64)),
+            ("token_num", Argument::Int(told_tokens as i64)),
+            ("hidden_dim", Argument::Int(told_hidden as i64)),
             ("launch_with_pdl", Argument::Bool(case.pdl)),
         ]);
         let mut put = |name, array, element: Element, shape: &[usize]| {
             if let Some(memory) = rank.arrays.get(&array) {
                 let stride = memory.bytes() / case.calls();
+                let is_output = matches!(array, Array::SumOut | Array::ResidualOut | Array::NormOut | Array::QuantOut);
+                let call = if is_output && call == 0 && planted() == Some(Planted::Unwritten) { case.calls() - 1 } else { call };
                 values.insert(name, stage.tensor(memory.address() + (call * stride) as u64, element, shape));
             }
         };
@@ -567,13 +636,6 @@ impl Play {
     }
 }
 
-fn workspace(case: &Case) -> Workspace {
-    match case.what {
-        What::Custom { .. } | What::InitializeAll => layout::custom(case.ranks, case.tokens, case.hidden),
-        _ => layout::fusion(case.ranks, case.tokens, case.hidden, case.dtype.size()),
-    }
-}
-
 /// Kernels that are alike, counted; with how many clusters of each a GPU can hold.
 fn launches(kernels: Vec<driver::Kernel>) -> Vec<(Launch, u32)> {
     let mut found: Vec<(Launch, u32)> = Vec::new();
@@ -611,16 +673,24 @@ impl Trouble {
 impl fmt::Display for Trouble {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Skip(why) | Self::Wrong(why) | Self::Failed(why) => f.write_str(why),
+            Self::Skip(why) | Self::Wrong(why) | Self::Off(why) | Self::Failed(why) => f.write_str(why),
             Self::Hung { replay, standing } => write!(f, "hung in replay {}: {}", replay + 1, standing.join("; ")),
         }
     }
 }
 
 impl Rank {
-    fn new(stage: &Stage, case: &Case, workspace: &Workspace, sizes: &Sizes, rank: usize) -> Result<Self, Trouble> {
+    /// Its buffers lie in what it shares as a `whole`.
+    fn new(
+        stage: &Stage,
+        case: &Case,
+        whole: &Memory,
+        workspace: &Workspace,
+        sizes: &Sizes,
+        rank: usize,
+    ) -> Result<Self, Trouble> {
+        let shared = workspace.offsets().zip(&workspace.buffers).map(|(offset, bytes)| whole.part(offset, *bytes)).collect();
         let context = &stage.context;
-        let shared = workspace.buffers.iter().map(|bytes| context.alloc(*bytes)).collect::<Result<_, _>>()?;
         // One call's worth tells the sizes; what it holds does not matter.
         let example = inputs::make(case, 0, 0, rank);
         let mut arrays = BTreeMap::new();
@@ -638,7 +708,7 @@ impl Rank {
             What::Fusion { .. } if case.what.quant().is_some() => {
                 let memory = context.alloc(16)?;
                 let factor = if case.what.quant() == Some(Quant::Fp4) { FP4_SCALE } else { FP8_SCALE };
-                memory.write(&factor.to_le_bytes())?;
+                memory.write(&factor.to_le_bytes(), &stage.origin)?;
                 Some(memory)
             }
             _ => None,
@@ -648,7 +718,6 @@ impl Rank {
             rank,
             stream,
             shared,
-            peers: Vec::new(),
             counters: None,
             table: None,
             host_tables: Vec::new(),
@@ -665,20 +734,20 @@ impl Rank {
             return Ok(());
         }
         let counters = stage.context.alloc(5 * 4)?;
-        counters.write(&layout::counters(workspace.part).iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>())?;
+        counters.write(&layout::counters(workspace.part).iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>(), &stage.origin)?;
         let pointers = layout::fusion_pointers(addresses, counters.address());
         let table = stage.context.alloc(pointers.len() * 8)?;
-        table.write(&pointers.iter().flat_map(|pointer| pointer.to_le_bytes()).collect::<Vec<_>>())?;
+        table.write(&pointers.iter().flat_map(|pointer| pointer.to_le_bytes()).collect::<Vec<_>>(), &stage.origin)?;
         self.counters = Some(counters);
         self.table = Some(table);
         Ok(())
     }
 
-    fn write_inputs(&self, all: &[Vec<Inputs>]) -> Result<(), Trouble> {
+    fn write_inputs(&self, all: &[Vec<Inputs>], stream: &Stream) -> Result<(), Trouble> {
         for (call, inputs) in all.iter().enumerate() {
             for (array, bytes) in input_bytes(&inputs[self.rank]) {
                 if !bytes.is_empty() {
-                    self.arrays[&array].write_at(call * bytes.len(), &bytes)?;
+                    self.arrays[&array].write_at(call * bytes.len(), &bytes, stream)?;
                 }
             }
         }
@@ -701,11 +770,11 @@ impl Rank {
         Ok(())
     }
 
-    fn poison_outputs(&self, case: &Case, replay: u32) -> Result<(), Trouble> {
+    fn poison_outputs(&self, case: &Case, replay: u32, stream: &Stream) -> Result<(), Trouble> {
         for (array, memory) in &self.arrays {
             match array {
-                Array::SumOut | Array::ResidualOut | Array::NormOut => memory.fill16(case.dtype.poison() as u16)?,
-                Array::QuantOut | Array::ScalesOut => memory.fill8(byte_poison(case, *array, replay))?,
+                Array::SumOut | Array::ResidualOut | Array::NormOut => memory.fill16(case.dtype.poison() as u16, stream)?,
+                Array::QuantOut | Array::ScalesOut => memory.fill8(byte_poison(case, *array, replay), stream)?,
                 _ => {}
             }
         }
@@ -808,74 +877,63 @@ fn is_poison(case: &Case, array: Array, byte: u8) -> bool {
     }
 }
 
-/// Memory that the workers of other ranks read and write before any kernel runs.
-#[derive(Debug)]
-struct Probe {
-    rank: usize,
-    own: Memory,
-    scratch: Memory,
-    peers: Vec<(usize, PeerMemory)>,
-}
-
-/// The slot of a probe buffer that `from` writes, as a pattern for `to`.
+/// What `from` writes for `to`.
 fn pattern(from: usize, to: usize) -> Vec<u8> {
-    (0..PROBE_BYTES / 16).map(|at| inputs::mix((from << 40 | to << 32 | at) as u64) as u8).collect()
+    (0..PROBE_SLOT).map(|at| inputs::mix((from << 40 | to << 32 | at) as u64) as u8).collect()
 }
 
+/// Before any kernel runs: what the ranks share, read and written by copies, with data and a deadline. Slot 0 holds what its
+/// rank wrote, slot R + 1 what rank R did.
 impl Stage {
-    /// A buffer for the others to read, with a pattern in it; its handle.
-    pub fn probe(&mut self, rank: usize) -> Result<String, Trouble> {
-        let own = self.context.alloc(PROBE_BYTES)?;
-        own.write(&pattern(rank, rank))?;
-        let scratch = self.context.alloc(PROBE_BYTES / 16)?;
-        self.context.synchronize()?;
-        let handle = hex(&own.ipc_handle()?.0);
-        self.probe = Some(Probe { rank, own, scratch, peers: Vec::new() });
-        Ok(handle)
+    fn own(&self) -> Result<(usize, &Memory), Trouble> {
+        let own = self.shared.iter().next().ok_or_else(|| Trouble::Failed("nothing is shared".to_owned()))?;
+        Ok((*own.0, own.1))
     }
 
-    /// Reads every other rank's buffer and writes into it; what did not arrive.
-    pub fn probe_peers(&mut self, handles: &[String]) -> Result<Vec<String>, Trouble> {
-        let Some(mut probe) = self.probe.take() else { return Err(Trouble::Failed("no probe was begun".to_owned())) };
+    /// Writes a pattern for the others to read.
+    pub fn probe(&mut self) -> Result<(), Trouble> {
+        let (rank, own) = self.own()?;
+        own.fill8(0, &self.origin)?;
+        own.write(&pattern(rank, rank), &self.origin)?;
         let mut faults = Vec::new();
-        let slot = PROBE_BYTES / 16;
-        for (other, handle) in handles.iter().enumerate().filter(|(other, _)| *other != probe.rank) {
-            let raw = unhex(handle).ok_or_else(|| Trouble::Failed("a handle is damaged".to_owned()))?;
-            let peer = match self.context.open_peer(&IpcHandle(raw)) {
-                Ok(peer) => peer,
-                Err(error) => {
-                    faults.push(format!("rank {} cannot map the memory of rank {other} ({error})", probe.rank));
-                    continue;
-                }
-            };
-            probe.scratch.fill8(0)?;
-            self.context.synchronize()?;
-            probe.scratch.copy_from(&peer, 0, slot, &self.origin)?;
-            if !self.arrived(&mut faults, &format!("a read of rank {other}'s memory by rank {}", probe.rank))? {
+        if self.arrived(&mut faults, "the first write of all")? { Ok(()) } else { Err(Trouble::Failed(faults.join("; "))) }
+    }
+
+    /// Reads every other rank's memory and writes into it; what was not so.
+    pub fn probe_peers(&mut self) -> Result<Vec<String>, Trouble> {
+        let (rank, _) = self.own()?;
+        let scratch = self.context.alloc(PROBE_SLOT)?;
+        let mut faults = Vec::new();
+        for (&other, peer) in &self.peers {
+            scratch.fill8(0, &self.origin)?;
+            scratch.copy_from(peer, 0, PROBE_SLOT, &self.origin)?;
+            if !self.arrived(&mut faults, &format!("a read of rank {other}'s memory by rank {rank}"))? {
                 continue;
             }
-            let mut got = vec![0; slot];
-            probe.scratch.read(&mut got)?;
+            let mut got = vec![0; PROBE_SLOT];
+            scratch.read(&mut got)?;
             if got != pattern(other, other) {
-                faults.push(format!("rank {} reads other bytes from rank {other}'s memory than are there", probe.rank));
+                faults.push(format!("rank {rank} reads other bytes from rank {other}'s memory than are there"));
             }
-            probe.scratch.write(&pattern(probe.rank, other))?;
-            probe.scratch.copy_to(&peer, slot * (probe.rank + 1), slot, &self.origin)?;
-            self.arrived(&mut faults, &format!("a write to rank {other}'s memory by rank {}", probe.rank))?;
-            probe.peers.push((other, peer));
+            scratch.write(&pattern(rank, other), &self.origin)?;
+            scratch.copy_to(peer, PROBE_SLOT * (rank + 1), PROBE_SLOT, &self.origin)?;
+            self.arrived(&mut faults, &format!("a write to rank {other}'s memory by rank {rank}"))?;
         }
-        self.probe = Some(probe);
         Ok(faults)
     }
 
-    /// Looks at what the others wrote; ends the probe.
+    /// Looks at what the others wrote.
     pub fn probe_own(&mut self) -> Result<Vec<String>, Trouble> {
-        let Some(probe) = self.probe.take() else { return Err(Trouble::Failed("no probe was begun".to_owned())) };
-        let mut held = vec![0; PROBE_BYTES];
-        probe.own.read(&mut held)?;
-        let slot = PROBE_BYTES / 16;
-        let missing = probe.peers.iter().filter(|(other, _)| held[slot * (other + 1)..][..slot] != pattern(*other, probe.rank));
-        Ok(missing.map(|(other, _)| format!("what rank {other} wrote to rank {}'s memory did not arrive", probe.rank)).collect())
+        let (rank, own) = self.own()?;
+        let mut faults = Vec::new();
+        for &other in self.peers.keys() {
+            let mut held = vec![0; PROBE_SLOT];
+            own.read_at(PROBE_SLOT * (other + 1), &mut held)?;
+            if held != pattern(other, rank) {
+                faults.push(format!("what rank {other} wrote to rank {rank}'s memory did not arrive"));
+            }
+        }
+        Ok(faults)
     }
 
     fn arrived(&self, faults: &mut Vec<String>, what: &str) -> Result<bool, Trouble> {

@@ -1,5 +1,6 @@
 //! Over the workers: starts them, passes cases, and kills what does not answer. Nothing here can hang with a GPU.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, Read, Seek, SeekFrom, Write};
 use std::os::fd::OwnedFd;
@@ -16,6 +17,7 @@ use super::protocol::{Answer, Launch, Line, Order, Outcome, Unknown};
 use crate::cancel;
 use crate::env;
 use crate::error::{Error, Result};
+use crate::tables::calls::{Fault, FaultKind};
 
 /// How long a worker may take to start: the driver, the libraries, the artifact.
 const START: Duration = Duration::from_secs(120);
@@ -64,6 +66,8 @@ pub enum Verdict {
     Pass,
     /// Wrong numbers, a wrong graph, an error or a hang.
     Fail(String),
+    /// It was run and met what its release is known to do wrong: that says nothing of the artifact.
+    KnownFault(String),
     /// It cannot be run with these GPUs.
     Skipped(String),
     /// It was left out, for the reason given.
@@ -79,6 +83,15 @@ pub struct Played {
     pub verdict: Verdict,
     pub outcome: Outcome,
     pub launches: Vec<Launch>,
+    /// What its release is known to do wrong in it.
+    pub fault: Option<&'static Fault>,
+}
+
+impl Played {
+    pub fn new(planned: &Planned, verdict: Verdict) -> Self {
+        let Planned { case, fault, .. } = planned;
+        Self { case: case.clone(), verdict, outcome: Outcome::default(), launches: Vec::new(), fault: *fault }
+    }
 }
 
 /// What the first worker said of the machine.
@@ -101,6 +114,21 @@ pub struct Supervisor {
     /// The group of cases in which workers were lost.
     dead_group: Option<String>,
     machine: Option<Machine>,
+    /// IPC handles of what the workers share, by rank, as far as they were asked for.
+    handles: Vec<String>,
+    /// Bytes that a rank shares with the others; 0 while the cases are not known.
+    shared_bytes: usize,
+    memory: BTreeMap<usize, Taken>,
+}
+
+/// The memory of a GPU that a run took.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Taken {
+    /// What workers allocated, at most.
+    pub allocated_bytes: u64,
+    /// By how much the GPU's free memory fell after the first worker had loaded the artifact: contexts of later workers count.
+    pub fallen_bytes: u64,
+    free_at_first: u64,
 }
 
 struct Worker {
@@ -111,6 +139,8 @@ struct Worker {
     log: File,
     /// Where its ranks stood when it last said so.
     standing: Vec<(usize, u32)>,
+    /// The most that it had allocated, as it last said.
+    allocated_bytes: u64,
 }
 
 /// Why workers are no more.
@@ -130,7 +160,19 @@ impl From<Error> for Gone {
 impl Supervisor {
     pub fn new(crew: Crew) -> Self {
         let (sender, answers) = mpsc::channel();
-        Self { crew, workers: Vec::new(), answers, sender, started: 0, lost: 0, dead_group: None, machine: None }
+        Self {
+            crew,
+            workers: Vec::new(),
+            answers,
+            sender,
+            started: 0,
+            lost: 0,
+            dead_group: None,
+            machine: None,
+            handles: Vec::new(),
+            shared_bytes: 0,
+            memory: BTreeMap::new(),
+        }
     }
 
     /// Starts the first worker and asks it for the machine.
@@ -140,6 +182,11 @@ impl Supervisor {
             Err(Gone::Never(error)) => Err(error),
             Err(Gone::Lost(how)) => Err(Error::machine("no worker could be started").because(how)),
         }
+    }
+
+    /// Says how much memory ranks will share, before any of them does: as much as the largest case needs.
+    pub fn will_share(&mut self, bytes: usize) {
+        self.shared_bytes = bytes;
     }
 
     /// Whether every rank has a GPU of its own.
@@ -172,38 +219,63 @@ impl Supervisor {
 
     fn try_probe(&mut self, ranks: usize) -> Result<Vec<String>, Gone> {
         self.staff(ranks)?;
-        self.order(ranks, |rank| Order::Probe { rank });
-        let mut handles = Vec::new();
-        for answer in self.gather(ranks)? {
-            match answer {
-                Answer::Begun { handles: mut one } => handles.extend(one.pop().and_then(|mut one| one.pop())),
-                other => return Err(self.dismiss(&format!("the probe of the other ranks' memory could not begin: {}", said(&other)))),
-            }
-        }
-        let mut faults = Vec::new();
-        for step in 0..2 {
-            let handles = handles.clone();
-            self.order(ranks, |_| if step == 0 { Order::ProbePeers { handles: handles.clone() } } else { Order::ProbeOwn });
-            for answer in self.gather(ranks)? {
-                match answer {
-                    Answer::Probed { faults: found } => faults.extend(found),
-                    other => faults.push(said(&other)),
-                }
-            }
+        let steps: [fn() -> Order; 3] = [|| Order::Probe, || Order::ProbePeers, || Order::ProbeOwn];
+        for step in steps {
+            self.order(ranks, |_| step());
+            let faults = probed(self.gather(ranks)?);
             if !faults.is_empty() {
                 // A copy may still be under way.
                 self.dismiss("the probe found faults");
-                break;
+                return Ok(faults);
             }
         }
-        Ok(faults)
+        Ok(Vec::new())
+    }
+
+    /// Has workers that came anew share their memory, and every worker map what it has not mapped.
+    fn exchange(&mut self, count: usize) -> Result<(), Gone> {
+        let first = self.handles.len();
+        for rank in first..count {
+            self.order_one(rank, &Order::Share { rank, bytes: self.shared_bytes });
+        }
+        for answer in self.gather_within(first..count, self.crew.deadline + GRACE)? {
+            match answer {
+                Answer::Shared { handle } => self.handles.push(handle),
+                other => return Err(self.dismiss(&format!("a rank cannot share its memory: {}", said(&other)))),
+            }
+        }
+        let handles = self.handles.clone();
+        self.order(count, |_| Order::Map { handles: handles.clone() });
+        let faults = probed(self.gather(count)?);
+        if faults.is_empty() { Ok(()) } else { Err(self.dismiss(&faults.join("; "))) }
+    }
+
+    /// The memory that was taken, by the ordinal of the GPU.
+    pub fn memory(&self) -> &BTreeMap<usize, Taken> {
+        &self.memory
+    }
+
+    /// Ends the workers in order: nothing that one of them shares is freed while another has it mapped.
+    pub fn finish(&mut self) {
+        let count = self.workers.len();
+        self.order(count, |_| Order::Unmap);
+        if self.gather(count).is_ok() {
+            for worker in &mut self.workers {
+                // The end of its orders ends a worker.
+                let _ = worker.orders.shutdown(std::net::Shutdown::Both);
+            }
+            let until = Instant::now() + GRACE;
+            let running = |worker: &mut Worker| matches!(worker.child.try_wait(), Ok(None));
+            while self.workers.iter_mut().any(running) && Instant::now() < until {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
     }
 
     /// Runs a case.
     pub fn play(&mut self, number: u64, planned: &Planned) -> Result<Played> {
         let case = &planned.case;
-        let mut played =
-            Played { case: case.clone(), verdict: Verdict::Pass, outcome: Outcome::default(), launches: Vec::new() };
+        let mut played = Played::new(planned, Verdict::Pass);
         if let Some(why) = &planned.not_run {
             played.verdict = Verdict::NotRun(why.clone());
             return Ok(played);
@@ -213,47 +285,55 @@ impl Supervisor {
             return Ok(played);
         }
         let group = group(case);
+        let never_right = planned.fault.filter(|fault| fault.kind == FaultKind::Wrong);
         if self.dead_group.as_ref() == Some(&group) {
-            played.verdict = Verdict::Lost("an earlier case of its kind took its workers with it".to_owned());
+            let why = "an earlier case of its kind took its workers with it".to_owned();
+            played.verdict = if never_right.is_some() { Verdict::NotRun(why) } else { Verdict::Lost(why) };
             return Ok(played);
         }
-        match self.try_play(number, case, &mut played) {
+        match self.try_play(number, planned, &mut played) {
             Ok(()) => {}
             Err(Gone::Never(error)) => return Err(error),
             Err(Gone::Lost(how)) => {
-                self.lost += 1;
                 self.dead_group = Some(group);
-                played.verdict = Verdict::Fail(how);
+                played.verdict = match never_right {
+                    Some(fault) => Verdict::KnownFault(format!("{how}; {}", fault.why)),
+                    None => {
+                        self.lost += 1;
+                        Verdict::Fail(how)
+                    }
+                };
             }
         }
         Ok(played)
     }
 
-    fn try_play(&mut self, number: u64, case: &Case, played: &mut Played) -> Result<(), Gone> {
+    fn try_play(&mut self, number: u64, planned: &Planned, played: &mut Played) -> Result<(), Gone> {
+        let case = &planned.case;
         let count = self.processes(case.ranks);
         self.staff(count)?;
-        let share = self.crew.transport == Transport::Ipc;
-        let hosted = |worker: usize| if share { vec![worker] } else { (0..case.ranks).collect() };
-        self.order(count, |worker| Order::Begin { number, case: case.clone(), ranks: hosted(worker), share });
-        let mut handles = Vec::new();
+        let own_processes = self.crew.transport == Transport::Ipc;
+        let hosted = |worker: usize| if own_processes { vec![worker] } else { (0..case.ranks).collect() };
+        let (shared_bytes, past_wrong) = (self.shared_bytes, planned.fault.is_some());
+        self.order(count, |worker| Order::Begin {
+            number,
+            case: case.clone(),
+            ranks: hosted(worker),
+            shared_bytes,
+            past_wrong,
+        });
         let answers = self.gather(count)?;
-        for answer in &answers {
-            if let Answer::Begun { handles: of_worker } = answer {
-                handles.extend(of_worker.iter().cloned());
-            }
-        }
-        let is_begun = |answer: &Answer| matches!(answer, Answer::Begun { .. });
-        if !self.all(answers, count, is_begun, played)? {
+        if !self.all(answers, |answer| matches!(answer, Answer::Begun), played)? {
             return Ok(());
         }
-        self.order(count, |_| Order::Connect { handles: handles.clone() });
+        self.order(count, |_| Order::Connect);
         let answers = self.gather(count)?;
         for answer in &answers {
             if let Answer::Ready { kernels } = answer {
                 played.launches.extend(kernels.iter().filter(|one| !played.launches.contains(one)).cloned().collect::<Vec<_>>());
             }
         }
-        if !self.all(answers, count, |answer| matches!(answer, Answer::Ready { .. }), played)? {
+        if !self.all(answers, |answer| matches!(answer, Answer::Ready { .. }), played)? {
             return Ok(());
         }
         loop {
@@ -262,21 +342,33 @@ impl Supervisor {
             if answers.iter().all(|answer| matches!(answer, Answer::Stepped)) {
                 continue;
             }
-            for answer in &answers {
+            for (worker, answer) in answers.iter().enumerate() {
                 match answer {
-                    Answer::Ended(outcome) => merge(&mut played.outcome, outcome),
+                    Answer::Ended(outcome) => {
+                        merge(&mut played.outcome, outcome);
+                        self.note_memory(worker, outcome);
+                    }
                     other => return Err(self.dismiss(&said(other))),
                 }
             }
-            if let Some(wrong) = &played.outcome.wrong {
-                played.verdict = Verdict::Fail(wrong.clone());
-            }
-            return self.close(count);
+            played.verdict = verdict(&played.outcome, planned);
+            return Ok(());
         }
     }
 
+    fn note_memory(&mut self, worker: usize, outcome: &Outcome) {
+        let gpus = self.gpus();
+        let of_gpu = |at: usize| gpus[at % gpus.len()];
+        self.workers[worker].allocated_bytes = outcome.allocated_bytes;
+        let on_it = self.workers.iter().enumerate().filter(|(at, _)| of_gpu(*at) == of_gpu(worker));
+        let allocated = on_it.map(|(_, worker)| worker.allocated_bytes).sum();
+        let taken = self.memory.entry(of_gpu(worker)).or_default();
+        taken.allocated_bytes = taken.allocated_bytes.max(allocated);
+        taken.fallen_bytes = taken.fallen_bytes.max(taken.free_at_first.saturating_sub(outcome.free_bytes));
+    }
+
     /// Whether every worker answered as hoped. Else says so in `played` and lets the workers go on to the next case.
-    fn all(&mut self, answers: Vec<Answer>, count: usize, hoped: impl Fn(&Answer) -> bool, played: &mut Played) -> Result<bool, Gone> {
+    fn all(&mut self, answers: Vec<Answer>, hoped: impl Fn(&Answer) -> bool, played: &mut Played) -> Result<bool, Gone> {
         let mut skipped = None;
         for answer in &answers {
             match answer {
@@ -288,12 +380,7 @@ impl Supervisor {
         }
         let Some(verdict) = skipped else { return Ok(true) };
         played.verdict = verdict;
-        self.close(count).map(|()| false)
-    }
-
-    fn close(&mut self, count: usize) -> Result<(), Gone> {
-        self.order(count, |_| Order::Close);
-        self.gather(count).map(drop)
+        Ok(false)
     }
 
     /// Starts workers until there are `count`.
@@ -316,7 +403,9 @@ impl Supervisor {
                 self.opened(0, 1)?;
             }
         }
-        self.opened(first.max(1), count)
+        self.opened(first.max(1), count)?;
+        let to_share = self.crew.transport == Transport::Ipc && self.shared_bytes > 0 && self.handles.len() < count;
+        if to_share { self.exchange(count) } else { Ok(()) }
     }
 
     /// Takes the answers of workers that were told to open.
@@ -324,10 +413,13 @@ impl Supervisor {
         if from >= to {
             return Ok(());
         }
-        for answer in self.gather_within(from..to, START)? {
+        for (answer, at) in self.gather_within(from..to, START)?.into_iter().zip(from..) {
             match answer {
-                Answer::Opened { devices, driver, tvm_ffi, unknown } => {
+                Answer::Opened { devices, driver, tvm_ffi, unknown, free_bytes } => {
                     self.machine.get_or_insert(Machine { devices, driver, tvm_ffi, unknown });
+                    let gpus = self.gpus();
+                    let first = || Taken { free_at_first: free_bytes, ..Taken::default() };
+                    self.memory.entry(gpus[at % gpus.len()]).or_insert_with(first);
                 }
                 Answer::Lacks(why) => {
                     return Err(Gone::Never(
@@ -378,7 +470,7 @@ impl Supervisor {
             }
             let _ = sender.send((id, None));
         });
-        Ok(Worker { id, child, orders, log, standing: Vec::new() })
+        Ok(Worker { id, child, orders, log, standing: Vec::new(), allocated_bytes: 0 })
     }
 
     fn order(&mut self, count: usize, order: impl Fn(usize) -> Order) {
@@ -512,6 +604,7 @@ impl Supervisor {
 
     /// Ends all workers: what one of them shares with the others cannot be trusted any more.
     fn dismiss(&mut self, why: &str) -> Gone {
+        self.handles.clear();
         self.workers.iter_mut().for_each(kill);
         for mut worker in self.workers.drain(..) {
             // Tearing down a context with a kernel that spins takes the driver seconds.
@@ -526,6 +619,7 @@ impl Supervisor {
 
 impl Drop for Supervisor {
     fn drop(&mut self) {
+        // Nothing is left of those that ended in order.
         self.dismiss("done");
     }
 }
@@ -547,11 +641,42 @@ fn group(case: &Case) -> String {
     format!("{} {:?} {} {}", case.pattern(), case.oneshot(), case.hidden, case.ranks)
 }
 
+/// What the faults that workers found were.
+fn probed(answers: Vec<Answer>) -> Vec<String> {
+    let faults = |answer| match answer {
+        Answer::Probed { faults } => faults,
+        other => vec![said(&other)],
+    };
+    answers.into_iter().flat_map(faults).collect()
+}
+
+/// What the numbers say. Where the release is known to race, they are a fault of the artifact only when they are wrong in a way
+/// or so often as no race explains.
+fn verdict(outcome: &Outcome, planned: &Planned) -> Verdict {
+    let replays = planned.case.replays;
+    match (&outcome.wrong, planned.fault) {
+        (None, None) => Verdict::Pass,
+        (Some(wrong), None) => Verdict::Fail(wrong.clone()),
+        (None, Some(fault)) => {
+            Verdict::KnownFault(format!("right in all {replays} replays, which proves nothing ({}): {}", fault.id, fault.why))
+        }
+        (Some(wrong), Some(fault)) if fault.kind == FaultKind::Race => {
+            if outcome.beyond_a_race || outcome.right < replays / 2 {
+                return Verdict::Fail(format!("{wrong} (right in {} of {replays} replays)", outcome.right));
+            }
+            let times = replays - outcome.right;
+            Verdict::KnownFault(format!("wrong in {times} of {replays} replays ({}): {}; {wrong}", fault.id, fault.why))
+        }
+        (Some(wrong), Some(fault)) => Verdict::KnownFault(format!("{wrong} ({}): {}", fault.id, fault.why)),
+    }
+}
+
 /// The outcome of all workers: of the slowest in time, of the worst in numbers.
 fn merge(all: &mut Outcome, one: &Outcome) {
     if all.wrong.is_none() {
         all.wrong.clone_from(&one.wrong);
     }
+    all.beyond_a_race |= one.beyond_a_race;
     all.right = if all.micros.is_empty() { one.right } else { all.right.min(one.right) };
     all.error = all.error.max(one.error);
     all.of_bound = all.of_bound.max(one.of_bound);
@@ -569,5 +694,41 @@ fn said(answer: &Answer) -> String {
         Answer::Skipped(why) | Answer::Failed(why) | Answer::Lacks(why) | Answer::Broken(why) => why.clone(),
         Answer::Ended(Outcome { wrong: Some(what), .. }) => what.clone(),
         other => format!("a worker answered out of turn ({other:?})"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::smoke::cases::{Custom, What};
+    use crate::smoke::numbers::DType;
+
+    #[test]
+    fn a_race_of_the_release_hides_neither_a_pass_nor_a_fault_of_the_artifact() {
+        let case = |path| Case {
+            what: What::Custom { path, bias: false },
+            dtype: DType::Bf16,
+            ranks: 2,
+            tokens: 8,
+            hidden: 7168,
+            pdl: false,
+            replays: 20,
+        };
+        let planned = |path| {
+            let case = case(path);
+            Planned { fault: case.known_fault(None), case, not_run: None }
+        };
+        let outcome = |right, wrong: bool, beyond_a_race| {
+            Outcome { right, wrong: wrong.then(|| "off".to_owned()), beyond_a_race, micros: vec![1.0], ..Outcome::default() }
+        };
+        let (racing, sound) = (planned(Custom::OneShotPush), planned(Custom::NormLamport));
+        assert_eq!(verdict(&outcome(20, false, false), &sound), Verdict::Pass);
+        assert!(matches!(verdict(&outcome(19, true, false), &sound), Verdict::Fail(_)));
+        assert!(matches!(verdict(&outcome(20, false, false), &racing), Verdict::KnownFault(_)));
+        assert!(matches!(verdict(&outcome(19, true, false), &racing), Verdict::KnownFault(_)));
+        assert!(matches!(verdict(&outcome(19, true, true), &racing), Verdict::Fail(_)), "an output that was never written");
+        assert!(matches!(verdict(&outcome(3, true, false), &racing), Verdict::Fail(_)), "wrong nearly always");
+        let never_right = planned(Custom::PrePostTwoShot);
+        assert!(matches!(verdict(&outcome(0, true, false), &never_right), Verdict::KnownFault(_)));
     }
 }

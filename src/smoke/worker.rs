@@ -5,6 +5,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use super::fault::{Planted, planted};
 use super::protocol::{Answer, Line, Order};
 use super::stage::{Play, Stage, Trouble, Unopened};
 
@@ -58,6 +59,7 @@ impl Worker {
                         driver: format!("{}.{}", stage.driver.0, stage.driver.1),
                         tvm_ffi: stage.tvm_ffi_version(),
                         unknown: stage.unknown.clone(),
+                        free_bytes: stage.free_bytes,
                     };
                     self.stage = Some(stage);
                     Ok(line.send(&answer)?)
@@ -71,27 +73,25 @@ impl Worker {
         };
         let answer = match order {
             Order::Open { .. } => unreachable!("answered above"),
-            Order::Begin { number, case, ranks, share } => {
-                // The memory of the case before goes first: all ranks have let go of it.
+            Order::Share { rank, bytes } => stage.share(rank, bytes).map(|handle| Answer::Shared { handle }),
+            Order::Map { handles } => stage.map(&handles).map(|faults| Answer::Probed { faults }),
+            Order::Unmap => {
                 self.play = None;
-                Play::begin(stage, number, &case, &ranks).and_then(|play| {
-                    let handles = if share { play.handles()? } else { Vec::new() };
-                    self.play = Some(play);
-                    Ok(Answer::Begun { handles })
-                })
-            }
-            Order::Connect { handles } => {
-                with(&mut self.play, |play| play.connect(stage, &handles).map(|kernels| Answer::Ready { kernels }))
-            }
-            Order::Go => return go(stage, &mut self.play, line),
-            Order::Close => {
-                if let Some(play) = &mut self.play {
-                    play.close();
-                }
+                stage.unmap();
                 Ok(Answer::Closed)
             }
-            Order::Probe { rank } => stage.probe(rank).map(|handle| Answer::Begun { handles: vec![vec![handle]] }),
-            Order::ProbePeers { handles } => stage.probe_peers(&handles).map(|faults| Answer::Probed { faults }),
+            Order::Begin { number, case, ranks, shared_bytes, past_wrong } => {
+                // The memory of the case before goes first.
+                self.play = None;
+                Play::begin(stage, number, &case, &ranks, shared_bytes, past_wrong).map(|play| {
+                    self.play = Some(play);
+                    Answer::Begun
+                })
+            }
+            Order::Connect => with(&mut self.play, |play| play.connect(stage).map(|kernels| Answer::Ready { kernels })),
+            Order::Go => return go(stage, &mut self.play, line),
+            Order::Probe => stage.probe().map(|()| Answer::Probed { faults: Vec::new() }),
+            Order::ProbePeers => stage.probe_peers().map(|faults| Answer::Probed { faults }),
             Order::ProbeOwn => stage.probe_own().map(|faults| Answer::Probed { faults }),
         };
         settle(answer, line)
@@ -107,8 +107,8 @@ fn settle(answer: Result<Answer, Trouble>, line: &mut Line) -> Result<(), End> {
     let (answer, lost) = match answer {
         Ok(answer) => (answer, false),
         Err(Trouble::Skip(why)) => (Answer::Skipped(why), false),
-        Err(Trouble::Wrong(what)) => {
-            let outcome = super::protocol::Outcome { wrong: Some(what), ..Default::default() };
+        Err(Trouble::Wrong(what) | Trouble::Off(what)) => {
+            let outcome = super::protocol::Outcome { wrong: Some(what), beyond_a_race: true, ..Default::default() };
             (Answer::Ended(outcome), false)
         }
         Err(Trouble::Failed(why)) => (Answer::Failed(why), true),
@@ -124,9 +124,16 @@ fn go(stage: &Stage, play: &mut Option<Play>, line: &mut Line) -> Result<(), End
     loop {
         for rank in play.hosted().collect::<Vec<_>>() {
             line.send(&Answer::At { rank, replay: play.replays_done() })?;
+            match planted() {
+                Some(Planted::Absent(absent)) if (absent, 1) == (rank, play.replays_done()) => loop {
+                    std::thread::sleep(Duration::from_secs(3600));
+                },
+                Some(Planted::Dies(dies)) if (dies, 1) == (rank, play.replays_done()) => std::process::abort(),
+                _ => {}
+            }
         }
         match play.replay(stage) {
-            Ok(true) => return settle(Ok(Answer::Ended(play.outcome())), line),
+            Ok(true) => return settle(play.outcome(stage).map(Answer::Ended), line),
             Ok(false) if play.case().in_step() => {
                 line.send(&Answer::Stepped)?;
                 let Some(Order::Go) = line.receive::<Order>()? else { return Err(End::Lost) };

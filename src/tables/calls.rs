@@ -14,6 +14,8 @@ pub struct Calls {
     pub functions: Vec<Function>,
     #[serde(rename = "pattern")]
     pub patterns: Vec<Pattern>,
+    #[serde(rename = "fault")]
+    pub faults: Vec<Fault>,
 }
 
 /// An exported function, and what it takes in each release.
@@ -121,6 +123,45 @@ pub enum Quant {
     Mxfp8,
 }
 
+/// What a function is known to do wrong, whatever it is compiled for.
+#[derive(Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Fault {
+    pub id: String,
+    pub function: String,
+    /// The names of cases, without their shapes; all of the function's where empty.
+    #[serde(default)]
+    pub paths: Vec<String>,
+    pub when: When,
+    pub kind: FaultKind,
+    #[serde(deserialize_with = "super::from_str")]
+    pub releases: VersionSpecifiers,
+    pub why: String,
+}
+
+/// The shapes that meet a fault.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum When {
+    Always,
+    /// The last warp of a row is partial.
+    Ragged,
+    /// That, and there is a row behind the first.
+    RaggedRows,
+    /// The chunks of the blocks of a two-shot kernel overlap.
+    UnevenChunks,
+}
+
+/// Whether luck helps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FaultKind {
+    /// It never comes out right, or never ends.
+    Wrong,
+    /// It comes out right or wrong by the order in which threads run.
+    Race,
+}
+
 /// The calls that this fi-arch was built with.
 pub fn calls() -> &'static Calls {
     static CALLS: OnceLock<Calls> = OnceLock::new();
@@ -155,6 +196,14 @@ impl Calls {
         codes.dedup();
         if codes.len() != self.patterns.len() || !codes.is_sorted() {
             faults.push("patterns are not in order, or one stands there twice".to_owned());
+        }
+        for fault in &self.faults {
+            if !self.functions.iter().any(|function| function.name == fault.function) {
+                faults.push(format!("{}: there is no function {}", fault.id, fault.function));
+            }
+            if self.faults.iter().filter(|other| other.id == fault.id).count() > 1 {
+                faults.push(format!("{} stands there twice", fault.id));
+            }
         }
         faults
     }

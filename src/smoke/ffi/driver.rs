@@ -5,15 +5,21 @@
 //! driver and to kernels, never through Rust references. Memory and streams are dropped only while their context lives
 //! (each holds it), and a process whose GPU hangs exits without dropping anything.
 //!
+//! What is written or filled here goes onto a stream that the caller names, never onto the default one: other streams do not
+//! wait for that, so a kernel could run before what it reads is there.
+//!
 //! Only plain device memory (`cuMemAlloc`) is used: no managed memory, no virtual memory objects, no multicast.
 #![allow(unsafe_code)]
 
 use std::ffi::CStr;
 use std::ptr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{self, CUresult};
+
+use crate::env;
 
 /// Why a call of the driver failed: its own words.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -83,7 +89,16 @@ impl Driver {
         if !Self::is_there() {
             return Err("there is no libcuda.so.1 that the dynamic loader finds: no NVIDIA driver is installed here".to_owned());
         }
-        call!(cuInit(0)).map_err(|error| format!("libcuda.so.1 is there and cannot start ({error})"))?;
+        call!(cuInit(0)).map_err(|error| {
+            let shown = match std::env::var(env::CUDA_VISIBLE_DEVICES) {
+                Ok(shown) => format!("; {} is set to `{shown}`", env::CUDA_VISIBLE_DEVICES),
+                Err(_) => String::new(),
+            };
+            match error.name.as_str() {
+                "CUDA_ERROR_NO_DEVICE" => format!("the driver shows no GPU ({error}{shown})"),
+                _ => format!("libcuda.so.1 is there and cannot start ({error}{shown})"),
+            }
+        })?;
         let driver = Self(());
         match driver.version() {
             Ok(version) if version >= OLDEST => Ok(driver),
@@ -152,6 +167,9 @@ pub struct Context(Arc<Primary>);
 struct Primary {
     device: sys::CUdevice,
     context: sys::CUcontext,
+    /// Bytes of the memory that lives, and the most that ever did.
+    allocated: AtomicU64,
+    most_allocated: AtomicU64,
 }
 
 // A context may be used from any thread that makes it current, and the driver locks it.
@@ -170,7 +188,7 @@ impl Context {
         let (mut device, mut context) = (0, ptr::null_mut());
         call!(cuDeviceGet(&mut device, ordinal as i32))?;
         call!(cuDevicePrimaryCtxRetain(&mut context, device))?;
-        let context = Self(Arc::new(Primary { device, context }));
+        let context = Self(Arc::new(Primary { device, context, allocated: AtomicU64::new(0), most_allocated: AtomicU64::new(0) }));
         context.make_current()?;
         Ok(context)
     }
@@ -187,8 +205,22 @@ impl Context {
     /// `bytes` of device memory, not initialized.
     pub fn alloc(&self, bytes: usize) -> Result<Memory> {
         let mut address = 0;
-        call!(cuMemAlloc_v2(&mut address, bytes.max(16)))?;
-        Ok(Memory { address, bytes, context: self.clone() })
+        let bytes = bytes.max(16);
+        call!(cuMemAlloc_v2(&mut address, bytes))?;
+        let now = self.0.allocated.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64;
+        self.0.most_allocated.fetch_max(now, Ordering::Relaxed);
+        Ok(Memory { address, bytes, block: Arc::new(Block { address, bytes, context: self.clone() }) })
+    }
+
+    /// The most bytes that were allocated here at one time.
+    pub fn most_allocated(&self) -> u64 {
+        self.0.most_allocated.load(Ordering::Relaxed)
+    }
+
+    /// Bytes of the GPU that nobody has taken.
+    pub fn free_bytes(&self) -> Result<u64> {
+        let (mut free, mut total) = (0, 0);
+        call!(cuMemGetInfo_v2(&mut free, &mut total)).map(|()| free as u64)
     }
 
     pub fn stream(&self) -> Result<Stream> {
@@ -216,17 +248,26 @@ impl Context {
     }
 }
 
-/// Device memory of this process.
-#[derive(Debug)]
+/// Device memory of this process, or a part of it. What was allocated is freed with its last part.
+#[derive(Debug, Clone)]
 pub struct Memory {
+    address: sys::CUdeviceptr,
+    bytes: usize,
+    block: Arc<Block>,
+}
+
+/// What was allocated at once.
+#[derive(Debug)]
+struct Block {
     address: sys::CUdeviceptr,
     bytes: usize,
     context: Context,
 }
 
-impl Drop for Memory {
+impl Drop for Block {
     fn drop(&mut self) {
         let _ = call!(cuMemFree_v2(self.address));
+        self.context.0.allocated.fetch_sub(self.bytes as u64, Ordering::Relaxed);
     }
 }
 
@@ -239,15 +280,21 @@ impl Memory {
         self.bytes
     }
 
-    /// Copies `bytes` to the start of the memory.
-    pub fn write(&self, bytes: &[u8]) -> Result<()> {
-        self.write_at(0, bytes)
+    /// `bytes` of this memory, from `offset` on.
+    pub fn part(&self, offset: usize, bytes: usize) -> Self {
+        assert!(offset + bytes <= self.bytes, "a part stays within its memory");
+        Self { address: self.address + offset as u64, bytes, block: self.block.clone() }
     }
 
-    /// Copies `bytes` into the memory, from `offset` on.
-    pub fn write_at(&self, offset: usize, bytes: &[u8]) -> Result<()> {
+    /// Copies `bytes` to the start of the memory, in the order of the stream.
+    pub fn write(&self, bytes: &[u8], stream: &Stream) -> Result<()> {
+        self.write_at(0, bytes, stream)
+    }
+
+    /// Copies `bytes` into the memory, from `offset` on, in the order of the stream. They are taken before this returns.
+    pub fn write_at(&self, offset: usize, bytes: &[u8], stream: &Stream) -> Result<()> {
         assert!(offset + bytes.len() <= self.bytes, "a copy stays within its memory");
-        call!(cuMemcpyHtoD_v2(self.address + offset as u64, bytes.as_ptr().cast(), bytes.len()))
+        call!(cuMemcpyHtoDAsync_v2(self.address + offset as u64, bytes.as_ptr().cast(), bytes.len(), stream.stream))
     }
 
     /// Copies the start of the memory into `bytes`.
@@ -264,7 +311,7 @@ impl Memory {
     /// The first `bytes`, read while kernels are at work; none where the copy does not end in time.
     pub fn read_within(&self, bytes: usize, deadline: Duration) -> Result<Option<Vec<u8>>> {
         assert!(bytes <= self.bytes, "a copy stays within its memory");
-        let stream = self.context.stream()?;
+        let stream = self.block.context.stream()?;
         let mut held = vec![0; bytes];
         call!(cuMemcpyDtoHAsync_v2(held.as_mut_ptr().cast(), self.address, bytes, stream.stream))?;
         let until = Instant::now() + deadline;
@@ -292,18 +339,19 @@ impl Memory {
         call!(cuMemcpyDtoDAsync_v2(to.address + offset as u64, self.address, bytes, stream.stream))
     }
 
-    /// Fills the whole memory with one byte.
-    pub fn fill8(&self, byte: u8) -> Result<()> {
-        call!(cuMemsetD8_v2(self.address, byte, self.bytes))
+    /// Fills the whole memory with one byte, in the order of the stream.
+    pub fn fill8(&self, byte: u8, stream: &Stream) -> Result<()> {
+        call!(cuMemsetD8Async(self.address, byte, self.bytes, stream.stream))
     }
 
-    /// Fills the whole memory with one 16-bit word.
-    pub fn fill16(&self, word: u16) -> Result<()> {
-        call!(cuMemsetD16_v2(self.address, word, self.bytes / 2))
+    /// Fills the whole memory with one 16-bit word, in the order of the stream.
+    pub fn fill16(&self, word: u16, stream: &Stream) -> Result<()> {
+        call!(cuMemsetD16Async(self.address, word, self.bytes / 2, stream.stream))
     }
 
-    /// What another process needs to map this memory.
+    /// What another process needs to map this memory. A handle names what was allocated as a whole, so no part has one.
     pub fn ipc_handle(&self) -> Result<IpcHandle> {
+        assert!((self.address, self.bytes) == (self.block.address, self.block.bytes), "a part has no handle");
         let mut raw = sys::CUipcMemHandle { reserved: [0; 64] };
         call!(cuIpcGetMemHandle(&mut raw, self.address))?;
         Ok(IpcHandle(raw.reserved.map(|byte| byte as u8)))
