@@ -1,19 +1,17 @@
 #!/bin/sh
-# Runs the fused all-reduce of an artifact on one GPU and compares every number with a float64 reference.
+# Runs every function of an artifact on this machine's GPUs and compares every number with a float64 reference.
 #
-#   ci/gpu-smoke.sh ARTIFACT... [--cases quick|full] [--json FILE] [--deadline SECONDS]
+#   ci/gpu-smoke.sh ARTIFACT [options of `fi-arch smoke`, such as --quick, --transport inproc, --junit FILE]
 #
-# PYTHON names the interpreter (else python3). It needs torch with CUDA and tvm_ffi; FlashInfer is not needed.
-# Ends with 0 when every case passed, 1 when one failed, 2 on a wrong command line, 3 when the machine lacks something.
+# FI_ARCH names the binary (else target/release/fi-arch). Needs neither Python nor torch: a GPU, its driver, and libtvm_ffi.so
+# (from --tvm-ffi, --env, the active environment or an earlier build).
+# Ends with 0 when the artifact is right, 1 when it is not, 2 on a wrong command line, 3 when the machine lacks something.
 set -eu
 
-python=${PYTHON:-python3}
-command -v "$python" >/dev/null || { echo "error: no $python; set PYTHON" >&2; exit 3; }
-for package in torch tvm_ffi; do
-    "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$package') is None)" || {
-        echo "error: $python has no package $package" >&2
-        exit 3
-    }
-done
-# Whether torch can use a GPU is asked in the process that uses it: importing torch a second time takes seconds.
-exec "$python" "$(dirname "$0")/gpu_smoke.py" "$@"
+root=$(CDPATH='' cd -- "$(dirname "$0")/.." && pwd)
+binary=${FI_ARCH:-$root/target/release/fi-arch}
+[ -x "$binary" ] || {
+    echo "error: no $binary; build it (cargo build --release) or name one with FI_ARCH" >&2
+    exit 3
+}
+exec "$binary" smoke "$@"

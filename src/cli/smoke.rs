@@ -200,8 +200,13 @@ fn list(request: &Request, sm: Option<&str>, output: &Output) -> Result<Exit> {
         Some(text) => target::parse(text)?.sm,
         None => {
             let found = Driver::open().and_then(|driver| driver.devices().map_err(|error| error.to_string()));
-            let found = found.map_err(|why| Error::machine("the target of the GPU cannot be asked for").because(why).hint("name one: --list 120"))?;
-            found.first().map(|device| device.sm).ok_or_else(|| Error::machine("there is no GPU").hint("name a target: --list 120"))?
+            let found = found.map_err(|why| {
+                Error::machine("the target of the GPU cannot be asked for").because(why).hint("name one: --list 120")
+            })?;
+            found
+                .first()
+                .map(|device| device.sm)
+                .ok_or_else(|| Error::machine("there is no GPU").hint("name a target: --list 120"))?
         }
     };
     let planned = smoke::list(request, sm)?;
@@ -210,11 +215,13 @@ fn list(request: &Request, sm: Option<&str>, output: &Output) -> Result<Exit> {
         Some(why) => format!("{} – not run: {why}\n", one.case),
     };
     output.result(
-        || json!({ "cases": planned.iter().map(|one| {
+        || {
+            json!({ "cases": planned.iter().map(|one| {
             let mut case = case_json(&one.case);
             case["not_run"] = json!(one.not_run);
             case
-        }).collect::<Vec<_>>() }),
+        }).collect::<Vec<_>>() })
+        },
         || planned.iter().map(line).collect(),
     );
     Ok(Exit::Right)
@@ -321,8 +328,7 @@ fn played_json(played: &Played) -> Value {
 fn report_json(report: &Report) -> Value {
     let counts = report.counts();
     let problem = |code: &str, message: &str| json!({ "code": code, "message": message });
-    let mut problems: Vec<Value> =
-        report.platform_faults.iter().map(|fault| problem("platform", fault)).collect();
+    let mut problems: Vec<Value> = report.platform_faults.iter().map(|fault| problem("platform", fault)).collect();
     problems.extend(report.played.iter().filter_map(|played| match &played.verdict {
         Verdict::Fail(why) => Some(problem("wrong", &format!("{}: {why}", played.case))),
         _ => None,
@@ -386,7 +392,12 @@ fn report_text(report: &Report) -> String {
     let _ = writeln!(text, "{}", report.artifact.display());
     let gpus: Vec<_> = report.gpus.iter().filter_map(|at| report.devices.iter().find(|device| device.ordinal == *at)).collect();
     let named = gpus.first().map_or_else(String::new, |gpu| format!("{} × {} (sm_{})", gpus.len(), gpu.name, gpu.sm));
-    let _ = writeln!(text, "  on {named}, driver for CUDA {}, tvm-ffi {}", report.driver, report.tvm_ffi.as_deref().unwrap_or("unknown"));
+    let _ = writeln!(
+        text,
+        "  on {named}, driver for CUDA {}, tvm-ffi {}",
+        report.driver,
+        report.tvm_ffi.as_deref().unwrap_or("unknown")
+    );
     let transport = match (report.transport, report.transport_proven) {
         (Transport::Ipc, true) => "a process and a GPU for each rank, CUDA IPC between them",
         (Transport::Ipc, false) => "a process for each rank, several on one GPU: transport not proven",
@@ -409,7 +420,11 @@ fn report_text(report: &Report) -> String {
             line.micros.extend(played.median_us());
         }
     }
-    let _ = writeln!(text, "  {:24} {:9} {:>6} {:>6} {:>6} {:>8} {:>9} {:>8}  median µs a call", "", "", "passed", "failed", "known", "left out", "error", "of bound");
+    let _ = writeln!(
+        text,
+        "  {:24} {:9} {:>6} {:>6} {:>6} {:>8} {:>9} {:>8}  median µs a call",
+        "", "", "passed", "failed", "known", "left out", "error", "of bound"
+    );
     for ((pattern, shot), line) in &lines {
         let least = line.micros.iter().copied().fold(f64::INFINITY, f64::min);
         let most = line.micros.iter().copied().fold(0.0, f64::max);

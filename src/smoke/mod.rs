@@ -82,16 +82,15 @@ pub struct Request {
 pub enum Event<'a> {
     Step(String),
     /// A case has ended, as number `at` of `of`.
-    Played { at: usize, of: usize, played: &'a Played },
+    Played {
+        at: usize,
+        of: usize,
+        played: &'a Played,
+    },
 }
 
 /// Runs the cases. An error means that nothing could be run; faults that cases show are in the report.
-pub fn run(
-    request: &Request,
-    environment: Option<&Environment>,
-    home: &Path,
-    observe: &mut dyn FnMut(Event),
-) -> Result<Report> {
+pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, observe: &mut dyn FnMut(Event)) -> Result<Report> {
     let started = Instant::now();
     let inventory = cubin::read(&request.artifact)?;
     let exports = exports(&inventory);
@@ -225,8 +224,11 @@ fn patterns(inventory: &Inventory) -> BTreeSet<i64> {
 fn sm_of(devices: &[ffi::driver::DeviceInfo], gpus: &[usize]) -> Result<u32> {
     let of = |ordinal: &usize| devices.iter().find(|device| device.ordinal == *ordinal);
     if let Some(missing) = gpus.iter().find(|ordinal| of(ordinal).is_none()) {
-        return Err(Error::usage(format!("there is no GPU {missing}"))
-            .because(format!("the driver shows {}: {}", devices.len(), names(devices))));
+        return Err(Error::usage(format!("there is no GPU {missing}")).because(format!(
+            "the driver shows {}: {}",
+            devices.len(),
+            names(devices)
+        )));
     }
     let sms: BTreeSet<u32> = gpus.iter().filter_map(of).map(|device| device.sm).collect();
     match sms.into_iter().collect::<Vec<_>>()[..] {
@@ -247,9 +249,11 @@ fn runs_on(inventory: &Inventory, sm: u32, artifact: &Path) -> Result<()> {
         let suffix = number.trim_start_matches(|c: char| c.is_ascii_digit()).to_owned();
         number.trim_end_matches(suffix.as_str()).parse::<u32>().ok().map(|number| (number, suffix))
     };
-    let has_code = inventory.images.iter().filter(|image| image.kind == Kind::Sass && !image.kernels.is_empty()).any(|image| {
-        split(&image.target).is_some_and(|(number, suffix)| usable(Kind::Sass, number, &suffix, sm).is_some())
-    });
+    let has_code = inventory
+        .images
+        .iter()
+        .filter(|image| image.kind == Kind::Sass && !image.kernels.is_empty())
+        .any(|image| split(&image.target).is_some_and(|(number, suffix)| usable(Kind::Sass, number, &suffix, sm).is_some()));
     if has_code {
         return Ok(());
     }
@@ -278,7 +282,12 @@ fn not_called(exports: &BTreeSet<String>, unknown: &[Unknown], played: &[Played]
             let function = one.case.what.function();
             // Every workspace is initialized by the artifact's own function.
             let initializes = !matches!(one.verdict, Verdict::NotRun(_) | Verdict::Lost(_))
-                && name == if function == "trtllm_custom_all_reduce" { "trtllm_lamport_initialize_all" } else { "trtllm_lamport_initialize" };
+                && name
+                    == if function == "trtllm_custom_all_reduce" {
+                        "trtllm_lamport_initialize_all"
+                    } else {
+                        "trtllm_lamport_initialize"
+                    };
             initializes || (function == name && matches!(one.verdict, Verdict::Pass | Verdict::Fail(_) | Verdict::KnownFault(_)))
         })
     };

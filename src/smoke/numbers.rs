@@ -197,11 +197,7 @@ impl Small {
             return f64::NAN;
         }
         let fraction = f64::from(mantissa) / f64::from(1 << mantissa_bits);
-        let value = if exponent == 0 {
-            fraction * 2f64.powi(1 - bias)
-        } else {
-            (1.0 + fraction) * 2f64.powi(exponent - bias)
-        };
+        let value = if exponent == 0 { fraction * 2f64.powi(1 - bias) } else { (1.0 + fraction) * 2f64.powi(exponent - bias) };
         if negative { -value } else { value }
     }
 

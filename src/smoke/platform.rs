@@ -22,7 +22,8 @@ fn remarks_at(root: &Path) -> Vec<String> {
     let in_container = [".dockerenv", "run/.containerenv"].iter().any(|file| root.join(file).exists());
     if in_container {
         remarks.push(
-            "this is a container: CUDA IPC needs all ranks in one PID and one IPC namespace (--ipc=host or one container)".to_owned(),
+            "this is a container: CUDA IPC needs all ranks in one PID and one IPC namespace (--ipc=host or one container)"
+                .to_owned(),
         );
     }
     if let Ok(version) = fs::read_to_string(root.join("proc/driver/nvidia/params"))

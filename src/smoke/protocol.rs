@@ -46,29 +46,47 @@ pub enum Order {
 /// What a worker answers.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Answer {
-    Opened { devices: Vec<DeviceInfo>, driver: String, tvm_ffi: Option<String>, unknown: Vec<Unknown>, free_bytes: u64 },
+    Opened {
+        devices: Vec<DeviceInfo>,
+        driver: String,
+        tvm_ffi: Option<String>,
+        unknown: Vec<Unknown>,
+        free_bytes: u64,
+    },
     /// The machine cannot run any case.
     Lacks(String),
     /// The artifact cannot be loaded.
     Broken(String),
     /// The IPC handle of what the rank shares.
-    Shared { handle: String },
+    Shared {
+        handle: String,
+    },
     Begun,
-    Ready { kernels: Vec<Launch> },
+    Ready {
+        kernels: Vec<Launch>,
+    },
     /// The case cannot be run here, and why.
     Skipped(String),
     /// A rank begins a replay, counted from 0.
-    At { rank: usize, replay: u32 },
+    At {
+        rank: usize,
+        replay: u32,
+    },
     /// A replay of a case that goes in step has ended, and it was not the last.
     Stepped,
     Ended(Outcome),
     Closed,
     /// What is wrong with the memory of each peer that was looked at, if anything.
-    Probed { faults: Vec<String> },
+    Probed {
+        faults: Vec<String>,
+    },
     /// CUDA or the artifact raised an error; the GPU cannot be trusted with the next case.
     Failed(String),
     /// The GPU did not finish in time; where each hosted rank stands.
-    Hung { replay: u32, standing: Vec<String> },
+    Hung {
+        replay: u32,
+        standing: Vec<String>,
+    },
 }
 
 /// A function that is not called, since its parameters are unknown.

@@ -308,9 +308,12 @@ impl Quantized<'_> {
                 let columns = hidden / 16;
                 let code = |block: usize| scales[layout.offset(token, block, columns)];
                 let given = f64::from(FP4_SCALE);
-                self.scales(columns, 16, |block| Small::E4m3.decode(code(block)), |largest| {
-                    Small::E4m3.round(given * largest / 6.0)
-                })?;
+                self.scales(
+                    columns,
+                    16,
+                    |block| Small::E4m3.decode(code(block)),
+                    |largest| Small::E4m3.round(given * largest / 6.0),
+                )?;
                 self.values("quant_out", Small::E2m1, 16, |block| {
                     let scale = Small::E4m3.decode(code(block));
                     if scale == 0.0 { 0.0 } else { given / scale }
@@ -319,9 +322,12 @@ impl Quantized<'_> {
             Quant::GroupFp8 => {
                 let group = self.case.group();
                 let code = |at: usize| scales[layout::group_scale_offset(token, at, self.case.tokens)];
-                self.scales(hidden / group, group, |at| decode_e8m0(code(at)), |largest| {
-                    power_of_two_above((largest / 448.0).max(LEAST_GROUP_SCALE))
-                })?;
+                self.scales(
+                    hidden / group,
+                    group,
+                    |at| decode_e8m0(code(at)),
+                    |largest| power_of_two_above((largest / 448.0).max(LEAST_GROUP_SCALE)),
+                )?;
                 self.values("quant_out", Small::E4m3, group, |at| 1.0 / decode_e8m0(code(at)))
             }
             Quant::DynamicFp8 => {
@@ -351,13 +357,7 @@ impl Quantized<'_> {
     }
 
     /// Each block's scale must be what `right` (which never falls) makes of some largest magnitude within the bounds.
-    fn scales(
-        &self,
-        blocks: usize,
-        block: usize,
-        got: impl Fn(usize) -> f64,
-        right: impl Fn(f64) -> f64,
-    ) -> Result<(), Wrong> {
+    fn scales(&self, blocks: usize, block: usize, got: impl Fn(usize) -> f64, right: impl Fn(f64) -> f64) -> Result<(), Wrong> {
         let mut tally = Tally::new("scale_out");
         for at in 0..blocks {
             let columns = at * block..(at + 1) * block;
@@ -449,7 +449,9 @@ impl Sizes {
                 }
             }
             What::Custom { path, .. } if path.norm() => (sizes.residual, sizes.norm) = (all, all),
-            What::Custom { path: Custom::OneShotPull | Custom::OneShotPush | Custom::TwoShotPull | Custom::TwoShotPush, .. } => {
+            What::Custom {
+                path: Custom::OneShotPull | Custom::OneShotPush | Custom::TwoShotPull | Custom::TwoShotPush, ..
+            } => {
                 sizes.sum = all;
             }
             What::MoeReduction { .. } => (sizes.sum, sizes.residual, sizes.norm) = (all, all, all),

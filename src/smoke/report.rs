@@ -107,7 +107,9 @@ impl Played {
     pub fn why(&self) -> Option<&str> {
         match &self.verdict {
             Verdict::Pass => None,
-            Verdict::Fail(why) | Verdict::KnownFault(why) | Verdict::Skipped(why) | Verdict::NotRun(why) | Verdict::Lost(why) => Some(why),
+            Verdict::Fail(why) | Verdict::KnownFault(why) | Verdict::Skipped(why) | Verdict::NotRun(why) | Verdict::Lost(why) => {
+                Some(why)
+            }
         }
     }
 

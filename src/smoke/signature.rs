@@ -18,8 +18,8 @@ pub fn form_in(module: &Module, function: &'static Function) -> Result<&'static 
 }
 
 fn form_by<'t>(function: &'t Function, raised: &Raised) -> Result<&'t Form, String> {
-    let told = parse(&raised.message)
-        .ok_or_else(|| format!("{} does not tell its parameters; it said: {raised}", function.name))?;
+    let told =
+        parse(&raised.message).ok_or_else(|| format!("{} does not tell its parameters; it said: {raised}", function.name))?;
     let fits = |form: &&Form| form.parameters.iter().map(|p| (p.kind, p.optional)).eq(told.iter().copied());
     function.forms.iter().find(fits).ok_or_else(|| {
         let told: Vec<_> = told.iter().map(|(kind, optional)| format!("{}{}", kind.word(), mark(*optional))).collect();
@@ -120,7 +120,11 @@ mod tests {
         let longer = |text: &str| Raised { kind: "TypeError".to_owned(), message: text.to_owned() };
         let unknown = longer("calling: `f(0: int, 1: int) -> void`. Expected 2 but got 0 arguments");
         assert!(form_by(function, &unknown).unwrap_err().contains("int, int"));
-        for text in ["something else", "calling: `f(0: int) -> void`. Expected 2 but got 0 arguments", "calling: `f(0: Map) -> void`. Expected 1 but got 0"] {
+        for text in [
+            "something else",
+            "calling: `f(0: int) -> void`. Expected 2 but got 0 arguments",
+            "calling: `f(0: Map) -> void`. Expected 1 but got 0",
+        ] {
             assert!(form_by(function, &longer(text)).unwrap_err().contains("does not tell"), "{text}");
         }
     }

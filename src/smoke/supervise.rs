@@ -315,13 +315,7 @@ impl Supervisor {
         let own_processes = self.crew.transport == Transport::Ipc;
         let hosted = |worker: usize| if own_processes { vec![worker] } else { (0..case.ranks).collect() };
         let (shared_bytes, past_wrong) = (self.shared_bytes, planned.fault.is_some());
-        self.order(count, |worker| Order::Begin {
-            number,
-            case: case.clone(),
-            ranks: hosted(worker),
-            shared_bytes,
-            past_wrong,
-        });
+        self.order(count, |worker| Order::Begin { number, case: case.clone(), ranks: hosted(worker), shared_bytes, past_wrong });
         let answers = self.gather(count)?;
         if !self.all(answers, |answer| matches!(answer, Answer::Begun), played)? {
             return Ok(());
@@ -392,13 +386,16 @@ impl Supervisor {
             self.workers.push(worker);
             // The first one tells how many GPUs there are.
             let gpus = if at == 0 { gpus.clone() } else { self.gpus() };
-            self.order_one(at, &Order::Open {
-                artifact: self.crew.artifact.clone(),
-                tvm_ffi: self.crew.tvm_ffi.clone(),
-                cudart: self.crew.cudart.clone(),
-                device: gpus[at % gpus.len()],
-                deadline_ms: self.crew.deadline.as_millis() as u64,
-            });
+            self.order_one(
+                at,
+                &Order::Open {
+                    artifact: self.crew.artifact.clone(),
+                    tvm_ffi: self.crew.tvm_ffi.clone(),
+                    cudart: self.crew.cudart.clone(),
+                    device: gpus[at % gpus.len()],
+                    deadline_ms: self.crew.deadline.as_millis() as u64,
+                },
+            );
             if at == 0 {
                 self.opened(0, 1)?;
             }
@@ -718,8 +715,12 @@ mod tests {
             let case = case(path);
             Planned { fault: case.known_fault(None), case, not_run: None }
         };
-        let outcome = |right, wrong: bool, beyond_a_race| {
-            Outcome { right, wrong: wrong.then(|| "off".to_owned()), beyond_a_race, micros: vec![1.0], ..Outcome::default() }
+        let outcome = |right, wrong: bool, beyond_a_race| Outcome {
+            right,
+            wrong: wrong.then(|| "off".to_owned()),
+            beyond_a_race,
+            micros: vec![1.0],
+            ..Outcome::default()
         };
         let (racing, sound) = (planned(Custom::OneShotPush), planned(Custom::NormLamport));
         assert_eq!(verdict(&outcome(20, false, false), &sound), Verdict::Pass);

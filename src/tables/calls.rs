@@ -56,13 +56,8 @@ pub enum Kind {
 }
 
 impl Kind {
-    const WORDS: [(&str, Self); 5] = [
-        ("int", Self::Int),
-        ("bool", Self::Bool),
-        ("float", Self::Float),
-        ("dtype", Self::DataType),
-        ("tensor", Self::Tensor),
-    ];
+    const WORDS: [(&str, Self); 5] =
+        [("int", Self::Int), ("bool", Self::Bool), ("float", Self::Float), ("dtype", Self::DataType), ("tensor", Self::Tensor)];
 
     /// The word of the table for it.
     pub fn word(self) -> &'static str {

@@ -17,6 +17,7 @@ mod retarget;
 mod run;
 mod scan;
 mod shim;
+mod smoke;
 mod store;
 mod support;
 mod survey;

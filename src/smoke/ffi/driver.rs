@@ -45,11 +45,8 @@ fn check(call: &'static str, result: CUresult) -> Result<()> {
     }
     let mut name = ptr::null();
     let known = unsafe { sys::cuGetErrorName(result, &mut name) } == CUresult::CUDA_SUCCESS && !name.is_null();
-    let name = if known {
-        unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
-    } else {
-        format!("error {}", result as u32)
-    };
+    let name =
+        if known { unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned() } else { format!("error {}", result as u32) };
     Err(CudaError { call, name })
 }
 
@@ -188,7 +185,8 @@ impl Context {
         let (mut device, mut context) = (0, ptr::null_mut());
         call!(cuDeviceGet(&mut device, ordinal as i32))?;
         call!(cuDevicePrimaryCtxRetain(&mut context, device))?;
-        let context = Self(Arc::new(Primary { device, context, allocated: AtomicU64::new(0), most_allocated: AtomicU64::new(0) }));
+        let context =
+            Self(Arc::new(Primary { device, context, allocated: AtomicU64::new(0), most_allocated: AtomicU64::new(0) }));
         context.make_current()?;
         Ok(context)
     }

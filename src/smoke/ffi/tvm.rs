@@ -194,18 +194,27 @@ pub struct Module {
 /// Loads a shared object so that what is loaded later finds its symbols; stays loaded.
 fn load(path: &Path) -> Result<Library, String> {
     // Running a library's constructors is what loading one means; the user named it or the survey found it.
-    unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }.map_err(|error| error.to_string())
+    unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }.map_err(|error| reason(&error))
 }
 
 fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, String> {
     // The caller gives the type that the header declares for this name.
-    unsafe { library.get::<T>(name.as_bytes()) }.map(|symbol| *symbol).map_err(|error| error.to_string())
+    unsafe { library.get::<T>(name.as_bytes()) }.map(|symbol| *symbol).map_err(|error| reason(&error))
+}
+
+/// What the dynamic loader said: the error itself only says which of its functions failed.
+fn reason(error: &libloading::Error) -> String {
+    std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
 
 impl Module {
     /// Loads `before` (a libcudart, where the artifact needs one), libtvm_ffi and the artifact, in this order.
     pub fn open(before: Option<&Path>, tvm_ffi: &Path, artifact: &Path) -> Result<Self, String> {
-        let within = |path: &Path, error: String| format!("cannot load {}: {error}", path.display());
+        let within = |path: &Path, error: String| {
+            let path = path.display().to_string();
+            // The loader mostly names the file itself.
+            if error.contains(&path) { format!("cannot load {error}") } else { format!("cannot load {path}: {error}") }
+        };
         let mut libraries = Vec::new();
         if let Some(path) = before {
             libraries.push(load(path).map_err(|error| within(path, error))?);

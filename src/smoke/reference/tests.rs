@@ -1,7 +1,7 @@
 //! The reference against a stand-in for the kernels: their roundings, step by step, in 16-bit and float32 arithmetic.
 
 use super::*;
-use crate::smoke::cases::{REPLAYS, RANKS};
+use crate::smoke::cases::{RANKS, REPLAYS};
 use crate::smoke::inputs::{make, seed};
 use crate::smoke::layout::Scales;
 use crate::tables::calls::calls;
@@ -35,11 +35,8 @@ fn normed(dtype: DType, row: &[f32], gamma: &[f32]) -> Vec<f32> {
 fn kernel(case: &Case, inputs: &[Inputs], rank: usize) -> Outputs {
     let (dtype, hidden) = (case.dtype, case.hidden);
     let sizes = Sizes::of(case);
-    let mut outputs = Outputs {
-        quant: vec![POISON_BYTE; sizes.quant],
-        scales: vec![POISON_BYTE; sizes.scales],
-        ..Outputs::none()
-    };
+    let mut outputs =
+        Outputs { quant: vec![POISON_BYTE; sizes.quant], scales: vec![POISON_BYTE; sizes.scales], ..Outputs::none() };
     let (mut sums, mut residuals, mut norms) = (Vec::new(), Vec::new(), Vec::new());
     let encode = |row: &[f32]| row.iter().map(|x| dtype.encode(f64::from(*x))).collect::<Vec<_>>();
     let gamma = if inputs[rank].gamma.is_empty() { Vec::new() } else { numbers(&inputs[rank].gamma, 0, hidden) };
