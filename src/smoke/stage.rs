@@ -168,7 +168,7 @@ impl Stage {
             Trouble::Skip(why.map_or_else(|| format!("the artifact has no {function}"), |unknown| unknown.why.clone()))
         })?;
         let arguments = signature::bind(form, values).map_err(|why| Trouble::Skip(format!("{function}: {why}")))?;
-        self.module.set_stream(self.device.ordinal, stream.raw())?;
+        self.module.set_stream(self.device.ordinal, stream.handle())?;
         Ok(self.module.call(function, &arguments)?)
     }
 

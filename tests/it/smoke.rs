@@ -43,7 +43,7 @@ fn smoke(sandbox: &Sandbox, args: &[&str]) -> Command {
     command
 }
 
-fn with_tvm_ffi<'c>(command: &'c mut Command) -> &'c mut Command {
+fn with_tvm_ffi(command: &mut Command) -> &mut Command {
     command.arg("--tvm-ffi").arg(fakes().join("libtvm_ffi.so"))
 }
 

@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{self, CUresult};
 
+use super::StreamHandle;
 use crate::env;
 
 /// Why a call of the driver failed: its own words.
@@ -393,8 +394,8 @@ impl Drop for Stream {
 
 impl Stream {
     /// The handle as foreign code takes it.
-    pub fn raw(&self) -> *mut std::ffi::c_void {
-        self.stream.cast()
+    pub fn handle(&self) -> StreamHandle {
+        StreamHandle(self.stream.cast())
     }
 
     pub fn wait(&self, event: &Event) -> Result<()> {

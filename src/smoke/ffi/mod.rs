@@ -4,3 +4,7 @@
 
 pub mod driver;
 pub mod tvm;
+
+/// A stream as foreign code takes it. Only these modules make one, of a stream that lives.
+#[derive(Debug, Clone, Copy)]
+pub struct StreamHandle(*mut std::ffi::c_void);

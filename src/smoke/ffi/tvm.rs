@@ -12,6 +12,7 @@ use std::path::Path;
 
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
+use super::StreamHandle;
 use crate::smoke::numbers::DType;
 
 /// `DLDevice`.
@@ -238,8 +239,8 @@ impl Module {
     }
 
     /// The stream that the artifact's functions put their work on.
-    pub fn set_stream(&self, device: usize, stream: *mut c_void) -> Result<(), Raised> {
-        let code = unsafe { (self.set_stream)(CUDA, device as i32, stream, std::ptr::null_mut()) };
+    pub fn set_stream(&self, device: usize, stream: StreamHandle) -> Result<(), Raised> {
+        let code = unsafe { (self.set_stream)(CUDA, device as i32, stream.0, std::ptr::null_mut()) };
         self.outcome(code)
     }
 

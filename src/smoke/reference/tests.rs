@@ -155,7 +155,7 @@ fn quantize(case: &Case, quant: Quant, token: usize, norm: &[f32], outputs: &mut
             let code = code_of(small, value * factor);
             match small {
                 Small::E4m3 => outputs.quant[element] = code,
-                Small::E2m1 if element % 2 == 0 => outputs.quant[element / 2] = code,
+                Small::E2m1 if element.is_multiple_of(2) => outputs.quant[element / 2] = code,
                 Small::E2m1 => outputs.quant[element / 2] |= code << 4,
             }
         }
