@@ -27,8 +27,6 @@ pub const CUDA_HOME: &str = "CUDA_HOME";
 pub const CUDA_PATH: &str = "CUDA_PATH";
 /// How many queues a process has on a GPU. Set for `smoke`'s workers, whose ranks wait for each other.
 pub const CUDA_DEVICE_MAX_CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
-/// The GPUs that the driver shows to a process; set to nothing it shows none.
-pub const CUDA_VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
 /// The active virtual environment.
 pub const VIRTUAL_ENV: &str = "VIRTUAL_ENV";
 /// The active conda environment.

@@ -185,7 +185,8 @@ fn stored(args: &Args, context: &Context) -> Result<PathBuf> {
         jobs: None,
         mode: Mode::Offline,
         explain: false,
-        gate_only: false,
+        only: None,
+        run_on: None,
     };
     let planned = pipeline::dry_run(&request, context, &mut |_| ())?.planned;
     planned.and_then(|planned| planned.entry).map(|entry| entry.artifact).ok_or_else(|| {
