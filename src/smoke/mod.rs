@@ -51,6 +51,7 @@ use crate::exit::Exit;
 use crate::store::{self, Manifest};
 use crate::survey::Environment;
 use crate::tables::calls::{FaultKind, calls};
+use crate::target;
 use cases::{Planned, Scope, Set};
 use ffi::driver::Driver;
 use protocol::Unknown;
@@ -125,7 +126,8 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
     let uncallable: BTreeSet<&str> = machine.unknown.iter().map(|unknown| unknown.function.as_str()).collect();
     let functions = exports.iter().filter(|name| !uncallable.contains(name.as_str())).cloned().collect();
     let release = release_of(manifest.as_ref());
-    let scope = Scope { sm, functions, patterns: patterns.clone(), ranks: request.ranks.clone(), release };
+    let code_sm = code_sm(manifest.as_ref(), sm);
+    let scope = Scope { sm: code_sm, functions, patterns: patterns.clone(), ranks: request.ranks.clone(), release };
     let planned = plan(request, &scope)?;
 
     let to_run = || planned.iter().filter(|one| one.not_run.is_none());
@@ -149,7 +151,10 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
         played.push(one);
     }
     supervisor.finish();
-    let remarks = if platform_faults.is_empty() { Vec::new() } else { platform::remarks() };
+    let mut remarks = if platform_faults.is_empty() { Vec::new() } else { platform::remarks() };
+    if let Some(Manifest { target, run_on: Some(run_on), .. }) = &manifest {
+        remarks.push(format!("what runs is the code of {target}, assembled for {run_on}: a test, not an artifact for this GPU"));
+    }
     Ok(Report {
         artifact: request.artifact.clone(),
         flashinfer: manifest.map(|manifest| manifest.flashinfer),
@@ -195,7 +200,8 @@ fn plan(request: &Request, scope: &Scope) -> Result<Vec<Planned>> {
 /// The cases that a request would run on a GPU of SM `sm`. Needs no GPU.
 pub fn list(request: &Request, sm: u32) -> Result<Vec<Planned>> {
     let inventory = cubin::read(&request.artifact)?;
-    let release = release_of(manifest_beside(&request.artifact).as_ref());
+    let manifest = manifest_beside(&request.artifact);
+    let (release, sm) = (release_of(manifest.as_ref()), code_sm(manifest.as_ref(), sm));
     let (functions, patterns) = (exports(&inventory), patterns(&inventory));
     let scope = Scope { sm, functions, patterns, ranks: request.ranks.clone(), release };
     plan(request, &scope)
@@ -273,6 +279,12 @@ fn manifest_beside(artifact: &Path) -> Option<Manifest> {
 /// The release that the artifact was built from, where its manifest says so.
 fn release_of(manifest: Option<&Manifest>) -> Option<Version> {
     manifest?.flashinfer.parse().ok()
+}
+
+/// The SM whose code an artifact for a GPU of `sm` holds: another one where it was assembled for the GPU as a test.
+fn code_sm(manifest: Option<&Manifest>, sm: u32) -> u32 {
+    let moved = manifest.filter(|manifest| manifest.run_on.is_some());
+    moved.and_then(|manifest| target::parse(&manifest.target).ok()).map_or(sm, |target| target.sm)
 }
 
 /// Every exported function that no case has called, and why.

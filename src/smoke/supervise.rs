@@ -554,6 +554,8 @@ impl Supervisor {
                 Err(_) => break,
             }
         }
+        let silent = self.workers.iter().enumerate().filter(|(_, worker)| open.contains(&worker.id));
+        lines.extend(silent.map(|(at, _)| format!("{}: it gives no answer", self.name(at))));
         let known = self.standing();
         lines.sort();
         self.dismiss(&format!(
