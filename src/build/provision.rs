@@ -674,7 +674,7 @@ mod tests {
             told("  Downloading x\nERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n");
         assert!(full.exit() as u8 == 3 && full.hints()[0].contains("disk space"), "{full}");
         let unreachable = told(
-            "Could not fetch URL https://pypi.org/simple/x/: connection error: [Errno 111] Connection refused - skipping\nERROR: No matching distribution found for x==1\n",
+            "Could not fetch URL https://index.example/simple/x/: connection error: [Errno 111] Connection refused - skipping\nERROR: No matching distribution found for x==1\n",
         );
         assert!(unreachable.exit() as u8 == 3 && unreachable.why()[0].contains("cannot be reached"), "{unreachable}");
         let missing = told("ERROR: Could not find a version\nERROR: No matching distribution found for x==1\n");

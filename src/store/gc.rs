@@ -368,7 +368,7 @@ mod tests {
         let mut held = Held::default();
         held.note(&format!("/cache/store/v1/artifacts/{key}/trtllm_comm.so (deleted)"));
         held.note(&format!("/x/spare/{key}-12-0/trtllm_comm.so"));
-        held.note("/root/.cache/fi-arch/wheels/cuda-13.0-aabbccddeeff/nvidia/cu13/bin/nvcc");
+        held.note("/home/user/.cache/fi-arch/wheels/cuda-13.0-aabbccddeeff/nvidia/cu13/bin/nvcc");
         held.note("/lib/x86_64-linux-gnu/libc.so.6");
         assert_eq!(held.names, HashSet::from([key.clone(), format!("{key}-12-0")]));
         assert_eq!(held.wheels, HashSet::from(["cuda-13.0-aabbccddeeff".to_owned()]));
