@@ -220,7 +220,7 @@ const FAULTS: &[Fault] = &[
     ("pth-not-read", "shim", |world| {
         let away = world.sandbox.path("away");
         fs::create_dir(&away).unwrap();
-        for name in ["fi_arch_shim", "fi_arch_shim.pth", "fi_arch_shim.start"] {
+        for name in ["fi_arch_shim", "fi_arch_shim.pth"] {
             fs::rename(world.site().join(name), away.join(name)).unwrap();
         }
         world.set("PYTHONPATH", away.to_str().unwrap());
@@ -519,9 +519,7 @@ fn what_run_puts_on_the_python_path_is_read_as_python_reads_it() {
     fs::create_dir(&folder).unwrap();
     fs::rename(package(&world), folder.join("fi_arch_shim")).unwrap();
     world.remove("fi_arch");
-    for name in ["fi_arch_shim.pth", "fi_arch_shim.start"] {
-        fs::remove_file(world.site().join(name)).unwrap();
-    }
+    fs::remove_file(world.site().join("fi_arch_shim.pth")).unwrap();
     resealed(&folder.join("fi_arch_shim/state.json"), |state| state["mode"] = json!("run"));
     write(folder.join("sitecustomize.py"), shim_files::SITECUSTOMIZE);
     world.run(&["--sm", "120"]).exits(1);
