@@ -132,6 +132,17 @@ impl Context {
     }
 }
 
+/// The targets of a machine whose user has named none: its GPUs.
+pub fn targets_here() -> Result<Vec<target::Request>> {
+    let gpus: Vec<String> = survey::gpus().iter().map(|gpu| gpu.sm.to_string()).collect();
+    if gpus.is_empty() {
+        return Err(Error::usage("no target is named")
+            .because("--sm is missing, and no GPU is visible here")
+            .hint("for example `--sm 120`"));
+    }
+    target::parse_list(&gpus.join(" "))
+}
+
 /// Answers from the store, or compiles, judges and publishes.
 pub fn build(request: &Request, context: &Context, observe: Observer) -> Result<Built> {
     let started = Instant::now();

@@ -8,7 +8,6 @@ use std::path::{Path, PathBuf};
 use walkdir::WalkDir;
 
 use super::journal::{ByteCode, Doing, InPlace, Op, Original, Recovered, Site, Transaction, digest};
-use super::look::FileIs;
 use super::package::{Artifact, Package, Served};
 use super::state::{self, Mode, OnMiss};
 use super::{byte_code, fit, originals, record, shim, steps, uninstall};
@@ -210,18 +209,8 @@ fn from_store(
         let bytes = fs::read(&entry.artifact).map_err(|e| Error::io("read", &entry.artifact, e))?;
         Ok(Artifact { manifest: entry.manifest, bytes })
     };
-    let targets = if selection.targets.is_empty() { targets_here()? } else { selection.targets.clone() };
+    let targets = if selection.targets.is_empty() { pipeline::targets_here()? } else { selection.targets.clone() };
     targets.iter().map(artifact).collect()
-}
-
-fn targets_here() -> Result<Vec<target::Request>> {
-    let gpus: Vec<String> = survey::gpus().iter().map(|gpu| gpu.sm.to_string()).collect();
-    if gpus.is_empty() {
-        return Err(Error::usage("no target is named")
-            .because("--sm is missing, and no GPU is visible here")
-            .hint("for example `--sm 120`"));
-    }
-    target::parse_list(&gpus.join(" "))
 }
 
 fn from_bundles(
@@ -639,14 +628,4 @@ fn replace_byte_code(
         kept.push(ByteCode { path: name, pre, backup });
     }
     kept
-}
-
-/// What a file of an earlier installation is, in a word.
-pub fn word(is: FileIs) -> &'static str {
-    match is {
-        FileIs::Original => "original",
-        FileIs::Ours => "ours",
-        FileIs::Drifted => "drifted",
-        FileIs::Missing => "missing",
-    }
 }

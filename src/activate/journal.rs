@@ -586,7 +586,7 @@ fn remove_dir_if_empty(path: &Path) -> io::Result<()> {
 
 /// The digest of a file's content; none where there is none.
 pub fn digest(path: &Path) -> Option<Digest> {
-    fs::read(path).ok().map(|bytes| Digest::of(&bytes))
+    Digest::of_file(path).ok()
 }
 
 fn inode_of(path: &Path) -> Option<u64> {

@@ -65,6 +65,16 @@ impl Found {
 }
 
 impl FileIs {
+    /// In one word, for people and for JSON.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Original => "original",
+            Self::Ours => "ours",
+            Self::Drifted => "drifted",
+            Self::Missing => "missing",
+        }
+    }
+
     /// Whether Python gets what the state says, from disk (`in-place`) or through the shim.
     pub fn is_right(self, file: &FileState, mode: Mode) -> bool {
         let watched = file.pre == Some(file.post);

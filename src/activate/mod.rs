@@ -16,7 +16,7 @@ mod status;
 mod steps;
 mod uninstall;
 
-pub use install::{Asked, Installed, Plan, Planned, Selection, environment, install, plan, word};
+pub use install::{Asked, Installed, Plan, Planned, Selection, environment, install, plan};
 pub use journal::{FOLDER, InPlace, Original, Recovered, Site, peek};
 pub use look::{FileFound, FileIs, Found, PackageFound, look, read};
 pub use originals::in_place;

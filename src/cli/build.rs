@@ -13,10 +13,10 @@ use crate::build::provision::Mode;
 use crate::cancel;
 use crate::error::{Error, Result};
 use crate::exit::Exit;
-use crate::overlay::Overlay;
+use crate::overlay::{self, Overlay};
 use crate::pipeline::{self, Built, Context, DryRun, Exported, Prepared, Request, Unstored};
 use crate::store::{self, Manifest};
-use crate::{survey, target};
+use crate::target;
 
 /// Build a FlashInfer module for a GPU that this FlashInfer does not list, prove it, and store it
 ///
@@ -238,7 +238,7 @@ fn requests(args: &Args) -> Result<Vec<Request>> {
         Some(text) => target::parse_list(text)?,
         // The edits are the same for every target, so showing them needs none.
         None if args.show_edits => target::parse_list("120")?,
-        None => own_targets()?,
+        None => pipeline::targets_here()?,
     };
     let run_on = match &args.run_on {
         None => None,
@@ -264,16 +264,6 @@ fn requests(args: &Args) -> Result<Vec<Request>> {
     Ok(targets.into_iter().map(request).collect())
 }
 
-fn own_targets() -> Result<Vec<target::Request>> {
-    let gpus = survey::gpus();
-    if gpus.is_empty() {
-        return Err(Error::usage("no target is named")
-            .because("--sm is missing, and no GPU is visible here")
-            .hint("for example `--sm 120`"));
-    }
-    target::parse_list(&gpus.iter().map(|gpu| gpu.sm.to_string()).collect::<Vec<_>>().join(" "))
-}
-
 fn show_edits(request: &Request, context: &Context, output: &Output) -> Result<Exit> {
     let mut progress = Progress::new(output);
     let edits = pipeline::edits(request, context, &mut |event| progress.event(event));
@@ -295,13 +285,7 @@ fn nothing_to_patch(version: &str, module: &str) -> String {
 
 /// The ids of the defects that an overlay repairs, each once, in the order of the tables.
 fn ids(overlay: &Overlay) -> Vec<&str> {
-    let mut ids: Vec<&str> = Vec::new();
-    for edit in &overlay.edits {
-        if !ids.contains(&edit.id.as_str()) {
-            ids.push(&edit.id);
-        }
-    }
-    ids
+    overlay::each_once(overlay.edits.iter().map(|edit| edit.id.as_str()))
 }
 
 /// Seconds to three places.

@@ -12,6 +12,7 @@ use crate::env;
 use crate::error::Result;
 use crate::exit::Exit;
 use crate::memo::Memo;
+use crate::overlay;
 use crate::target;
 use crate::verify::{self, GateReport, Owner, Report};
 
@@ -135,13 +136,7 @@ fn gate(gate: &GateReport) -> Value {
 }
 
 fn edit_ids(report: &Report) -> Vec<&str> {
-    let mut ids: Vec<&str> = Vec::new();
-    for edit in &report.edits {
-        if !ids.contains(&edit.id.as_str()) {
-            ids.push(&edit.id);
-        }
-    }
-    ids
+    overlay::each_once(report.edits.iter().map(|edit| edit.id.as_str()))
 }
 
 fn text(report: &Report) -> String {

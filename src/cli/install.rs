@@ -11,6 +11,7 @@ use crate::activate::{self, Asked, Installed, Mode, OnMiss, Plan, Planned, State
 use crate::cancel;
 use crate::error::{Error, Result};
 use crate::exit::Exit;
+use crate::overlay;
 use crate::policy::Policy;
 use crate::tables;
 
@@ -155,13 +156,7 @@ fn engine_lines(engines: &[Asked], flashinfer: &str, line: &mut impl FnMut(&str,
 
 /// The ids of all edits, each once.
 pub fn edits(state: &State) -> Vec<&str> {
-    let mut ids: Vec<&str> = Vec::new();
-    for edit in state.packages.iter().flat_map(|package| &package.edits) {
-        if !ids.contains(&edit.id.as_str()) {
-            ids.push(&edit.id);
-        }
-    }
-    ids
+    overlay::each_once(state.packages.iter().flat_map(|package| &package.edits).map(|edit| edit.id.as_str()))
 }
 
 /// Artifacts and policy, line by line.

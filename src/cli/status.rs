@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::install::{edits, state_lines};
 use super::output::Output;
-use crate::activate::{self, Found, InPlace, Is, Mode, Process, Site, Standing, word};
+use crate::activate::{self, Found, InPlace, Is, Mode, Process, Site, Standing};
 use crate::digest::Digest;
 use crate::env;
 use crate::error::{Error, Result};
@@ -104,7 +104,7 @@ fn to_json(found: Option<&Found>, in_place: Option<&(PathBuf, InPlace)>) -> Valu
     let packages = state.packages.iter().zip(&found.packages).map(|(package, now)| {
         let files = package.files.iter().zip(&now.files).map(|(file, now)| {
             json!({
-                "path": now.path, "state": word(now.is), "right": now.is.is_right(file, state.mode), "edits": file.edits,
+                "path": now.path, "state": now.is.word(), "right": now.is.is_right(file, state.mode), "edits": file.edits,
                 "pre": file.pre, "post": file.post,
             })
         });
@@ -185,7 +185,7 @@ fn text(environment: &Environment, found: Option<&Found>, in_place: Option<&(Pat
         for (file, now) in package.files.iter().zip(&now.files) {
             let wrong = if now.is.is_right(file, state.mode) { "" } else { "  <- wrong" };
             let edits = if file.edits.is_empty() { "watched".to_owned() } else { file.edits.join(", ") };
-            writeln!(text, "    {:<9} {} ({edits}){wrong}", word(now.is), file.path).expect("a string takes all");
+            writeln!(text, "    {:<9} {} ({edits}){wrong}", now.is.word(), file.path).expect("a string takes all");
         }
         for edit in &package.edits {
             writeln!(text, "    edit      {} at {}:{}: {}", edit.id, edit.path, edit.line, edit.reason)

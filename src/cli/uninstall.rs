@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use serde_json::json;
 
 use super::output::Output;
-use crate::activate::{self, TakenBack, word};
+use crate::activate::{self, TakenBack};
 use crate::env;
 use crate::error::{Error, Result};
 use crate::exit::Exit;
@@ -39,7 +39,7 @@ pub fn run(args: Args, output: &Output) -> Result<Exit> {
         || {
             let files = found.iter().flat_map(|one| &one.files);
             let file = |file: &activate::FoundFile| {
-                json!({ "path": file.path, "distribution": file.distribution, "was": word(file.is), "left": file.left })
+                json!({ "path": file.path, "distribution": file.distribution, "was": file.is.word(), "left": file.left })
             };
             json!({
                 "verdict": verdict,
@@ -70,7 +70,7 @@ fn text(one: &TakenBack) -> String {
     say(format!("uninstalled from {site}, but {left} of {} files could not be restored:", one.files.len()));
     for file in &one.files {
         match &file.left {
-            Some(why) => say(format!("  {:<9} {}\n            {why}", word(file.is), file.path.display())),
+            Some(why) => say(format!("  {:<9} {}\n            {why}", file.is.word(), file.path.display())),
             None => say(format!("  restored  {}", file.path.display())),
         }
     }

@@ -85,7 +85,7 @@ fn to_json(proof: &Proof, elapsed: f64) -> Value {
         "files": proof.files.iter().map(|file| json!({
             "package": file.package,
             "path": path(&file.path),
-            "state": state(file.is),
+            "state": file.is.word(),
             "edited": !file.watched,
             "served": file.served.as_deref().map(path),
         })).collect::<Vec<_>>(),
@@ -160,15 +160,6 @@ fn mode(mode: Mode) -> &'static str {
     }
 }
 
-fn state(is: FileIs) -> &'static str {
-    match is {
-        FileIs::Original => "original",
-        FileIs::Ours => "ours",
-        FileIs::Drifted => "drifted",
-        FileIs::Missing => "missing",
-    }
-}
-
 fn text(proof: &Proof) -> String {
     let report = &proof.report;
     let mut text = String::new();
@@ -201,7 +192,7 @@ fn text(proof: &Proof) -> String {
         let count = |is: FileIs| proof.files.iter().filter(|file| file.is == is).count();
         let counts = [FileIs::Original, FileIs::Ours, FileIs::Drifted, FileIs::Missing].map(|is| (is, count(is)));
         let told: Vec<String> =
-            counts.iter().filter(|(_, count)| *count > 0).map(|(is, count)| format!("{count} {}", state(*is))).collect();
+            counts.iter().filter(|(_, count)| *count > 0).map(|(is, count)| format!("{count} {}", is.word())).collect();
         let served = proof.files.iter().filter(|file| file.served.is_some()).count();
         row("files", format!("{}; {served} served in their place", told.join(", ")));
     }

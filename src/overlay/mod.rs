@@ -265,12 +265,7 @@ impl Overlay {
             return format!("{} {}: nothing to patch", self.name, self.release);
         }
         let sites: usize = self.edits.iter().map(|edit| edit.sites).sum();
-        let mut ids: Vec<&str> = Vec::new();
-        for edit in &self.edits {
-            if !ids.contains(&edit.id.as_str()) {
-                ids.push(&edit.id);
-            }
-        }
+        let ids = each_once(self.edits.iter().map(|edit| edit.id.as_str()));
         format!("{} {}: {sites} sites in {} files ({})", self.name, self.release, self.files.len(), ids.join(", "))
     }
 
@@ -302,6 +297,17 @@ impl File {
     pub fn data_path(&self) -> Option<&str> {
         self.path.strip_prefix("flashinfer/data/")
     }
+}
+
+/// The ids of edits, each once, in the order in which they come first.
+pub fn each_once<'e>(ids: impl IntoIterator<Item = &'e str>) -> Vec<&'e str> {
+    let mut once: Vec<&str> = Vec::new();
+    for id in ids {
+        if !once.contains(&id) {
+            once.push(id);
+        }
+    }
+    once
 }
 
 fn check_layout(version: &str) -> Result<()> {

@@ -58,13 +58,7 @@ impl Files {
 
 /// The ids of the defects that an overlay cures, each once.
 fn ids(overlay: &Overlay) -> Vec<String> {
-    let mut ids: Vec<String> = Vec::new();
-    for edit in &overlay.edits {
-        if !ids.contains(&edit.id) {
-            ids.push(edit.id.clone());
-        }
-    }
-    ids
+    overlay::each_once(overlay.edits.iter().map(|edit| edit.id.as_str())).into_iter().map(str::to_owned).collect()
 }
 
 /// The parts of a version range, in one order, however it is written.
