@@ -19,6 +19,7 @@ use crate::build::plan::{self, Plan};
 use crate::build::provision::{self, Mode};
 use crate::build::retarget::Retarget;
 use crate::build::toolchain::{self, Cudart, HostCompiler, Toolkit};
+use crate::build::units::{self, Layout};
 use crate::build::{limits, view};
 use crate::cancel;
 use crate::cubin;
@@ -32,7 +33,7 @@ use crate::store::{
     self, Closure, EditRecord, Entry, Fields, FileRecord, Input, Inputs, Key, MANIFEST_FORMAT, Manifest, Store, VerdictRecord,
 };
 use crate::survey::{self, Environment, FlashInfer, TvmFfi};
-use crate::tables::{self, DependencyMarks, Module, Recipe, Tables};
+use crate::tables::{self, DependencyMarks, Module, Recipe, StandIn, Tables};
 use crate::target::{self, CudaVersion, Target};
 
 pub use bundle::{Exported, Imported, export, import, open as open_bundle};
@@ -41,7 +42,7 @@ pub use gc::{Freed, gc};
 pub use unstored::{Unstored, build_into};
 
 /// The version of the way in which builds are done, beyond what commands and contents say. Part of every key.
-const PLAN_FORMAT: &str = "fi-arch plan 1";
+const PLAN_FORMAT: &str = "fi-arch plan 2";
 
 /// What a user asks of `build`.
 #[derive(Debug, Clone)]
@@ -95,6 +96,10 @@ pub struct Prepared {
     pub overlay: Overlay,
     /// The ids of the defects that this FlashInfer has and that the request leaves as they are.
     pub left_out: Vec<String>,
+    recipe: &'static Recipe,
+    /// Headers of ours that stand in for FlashInfer's.
+    stand_ins: Vec<&'static StandIn>,
+    /// With whole sources: what is asked for is the same on machines of many and of few cores.
     pub plan: Plan,
     /// The key of everything known before compiling.
     pub request: Key,
@@ -178,7 +183,7 @@ pub fn build(request: &Request, context: &Context, observe: Observer) -> Result<
     let entry = match entry {
         Ok(entry) => entry,
         Err(error) if error.exit() == crate::exit::Exit::Interrupted => return Err(error),
-        Err(error) => return Err(keep_logs(error, &prepared, &dir, &context.home)),
+        Err(error) => return Err(keep_logs(error, &prepared, request.jobs, &dir, &context.home)),
     };
     context.memo.save();
     Ok(Built { prepared, entry, hit: false, explanation })
@@ -360,7 +365,8 @@ pub fn dry_run(request: &Request, context: &Context, observe: Observer) -> Resul
     let entry = look_up(&prepared, &store, &context.memo)?;
     let explanation = offline.explain.then(|| explain::explain(&prepared, &store, entry.as_ref(), &context.memo));
     context.memo.save();
-    let Prepared { flashinfer, overlay, plan, request, min_driver, cudart, .. } = prepared;
+    let (plan, _) = work(&prepared, offline.jobs)?;
+    let Prepared { flashinfer, overlay, request, min_driver, cudart, .. } = prepared;
     let (cudart, planned) = (cudart.word(), Some(Planned { plan, request, entry, explanation }));
     Ok(DryRun { flashinfer, overlay, target, run_on, consumer, cudart, min_driver, planned, would_fetch })
 }
@@ -396,9 +402,10 @@ fn prepare_on(
     let retarget = run_on.map(|run_on| Retarget::new(&toolkit, target, run_on)).transpose()?;
     let flashinfer = ground.flashinfer;
     let left_out = left_out(module, &flashinfer, &overlay, request)?;
-    let recipe: &Recipe = Tables::load().recipe_for(&flashinfer.package, &flashinfer.version)?;
+    let recipe: &'static Recipe = Tables::load().recipe_for(&flashinfer.package, &flashinfer.version)?;
     let consumer = ground.consumer;
     let cxx11_abi = consumer.as_ref().and_then(|consumer| consumer.cxx11_abi).unwrap_or(true);
+    let stand_ins = stand_ins(&flashinfer, memo);
     let inputs = plan::Inputs {
         module,
         recipe,
@@ -411,6 +418,8 @@ fn prepare_on(
         host: &host,
         target,
         retarget: retarget.as_ref(),
+        stand_ins: &stand_ins,
+        layout: Layout::Whole,
     };
     let plan = plan::plan(&inputs)?;
     let sources = plan
@@ -431,6 +440,8 @@ fn prepare_on(
         retarget,
         overlay,
         left_out,
+        recipe,
+        stand_ins,
         plan,
         request: Fields::new(PLAN_FORMAT).key(),
         fields: Fields::new(PLAN_FORMAT),
@@ -441,6 +452,41 @@ fn prepare_on(
     prepared.fields = request_fields(&prepared, memo)?;
     prepared.request = prepared.fields.key();
     Ok(prepared)
+}
+
+/// The headers that can stand in for those of this FlashInfer.
+fn stand_ins(flashinfer: &FlashInfer, memo: &Memo) -> Vec<&'static StandIn> {
+    let known = |one: &&StandIn| {
+        let file = flashinfer.package.join(one.file.strip_prefix("flashinfer/").expect("paths of the tables start so"));
+        memo.digest(&file).is_ok_and(|digest| one.sha256.contains(&digest))
+    };
+    tables::speed().stand_ins.iter().filter(known).collect()
+}
+
+/// What is really run, and how many jobs at once: sources are split where the machine can carry enough jobs.
+fn work(prepared: &Prepared, asked: Option<usize>) -> Result<(Plan, limits::Jobs)> {
+    let Prepared { module, overlay, flashinfer, tvm_ffi, cxx11_abi, toolkit, cudart, host, target, retarget, .. } = prepared;
+    let split = plan::plan(&plan::Inputs {
+        module,
+        recipe: prepared.recipe,
+        overlay,
+        package: &flashinfer.package,
+        tvm_ffi,
+        cxx11_abi: *cxx11_abi,
+        toolkit,
+        cudart,
+        host,
+        target: *target,
+        retarget: retarget.as_ref(),
+        stand_ins: &prepared.stand_ins,
+        layout: Layout::Split,
+    })?;
+    let jobs = limits::jobs(split.units.len(), asked);
+    // What is moved to another GPU goes through programs of ours, which know the flags of whole sources.
+    if retarget.is_none() && Layout::for_jobs(jobs.count) == Layout::Split {
+        return Ok((split, jobs));
+    }
+    Ok((prepared.plan.clone(), limits::jobs(prepared.plan.units.len(), asked)))
 }
 
 /// The content of a file of the build folder, before there is one.
@@ -555,6 +601,11 @@ fn request_fields(prepared: &Prepared, memo: &Memo) -> Result<Fields> {
             fields.digest(&format!("overlay {inside}"), Digest::of(&file.post));
         }
     }
+    // What a source is split into is known of each compile, like the headers that it read.
+    for one in &prepared.stand_ins {
+        let text = units::file(&format!("include/{}", one.header)).expect("the tables' stand-ins are carried in the program");
+        fields.digest(&format!("stand-in {}", one.header), Digest::of(text.as_bytes()));
+    }
     let tools: Vec<&Path> = toolkit.tools.iter().chain(&host.tools).map(PathBuf::as_path).chain([cudart.file()]).collect();
     let digests = tools.par_iter().map(|tool| memo.digest(tool)).collect::<Result<Vec<_>>>()?;
     for (tool, digest) in tools.iter().zip(digests) {
@@ -572,6 +623,11 @@ fn inputs(prepared: &Prepared, files: &[Located], memo: &Memo) -> Result<Inputs>
 
 /// The content of a file that a compile read, as it is now.
 fn content(prepared: &Prepared, file: &Located, memo: &Memo) -> Result<Digest> {
+    if file.root == view::OURS {
+        let text = units::file(&file.path);
+        let text = text.ok_or_else(|| Error::refused(format!("this fi-arch has no {}", file.path)))?;
+        return Ok(Digest::of(text.as_bytes()));
+    }
     if file.root == view::OVERLAY {
         let known = closure::overlay_file(&prepared.overlay, &file.path);
         let known = known.ok_or_else(|| Error::refused(format!("the overlay has no {} any more", file.path)))?;
@@ -635,7 +691,7 @@ fn compile_and_publish(
             .because(format!("left out: {}", prepared.left_out.join(", "))));
     }
     let key = inputs.key();
-    let manifest = manifest(prepared, &key, &inventory, &verdict, &artifact, started)?;
+    let manifest = manifest(prepared, &inputs, &inventory, &verdict, &artifact, started)?;
     let entry = store.publish(&key, &artifact, &manifest, Some(&inputs))?;
     store.remember_closure(&prepared.request, &inputs.closure())?;
     Ok(entry)
@@ -643,24 +699,31 @@ fn compile_and_publish(
 
 /// Compiles and links in `dir`, and returns everything that the compilers read.
 fn compile(request: &Request, prepared: &Prepared, context: &Context, dir: &Path, observe: Observer) -> Result<Inputs> {
-    let Prepared { plan, toolkit, cudart, host, target, retarget, .. } = prepared;
+    let Prepared { toolkit, cudart, host, target, retarget, .. } = prepared;
+    let (plan, jobs) = work(prepared, request.jobs)?;
     fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, e))?;
     check_disk(dir, plan.sources.len())?;
     plan.view.lay_out(dir, &prepared.overlay)?;
-    for source in &plan.sources {
-        let keep = dir.join("keep").join(&source.name);
+    for path in &plan.ours {
+        let (file, text) = (dir.join(view::OURS).join(path), units::file(path).expect("a plan names files that there are"));
+        let folder = file.parent().expect("it lies below the build folder");
+        fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
+        fs::write(&file, text).map_err(|e| Error::io("write", &file, e))?;
+    }
+    for unit in &plan.units {
+        let keep = dir.join("keep").join(&unit.name);
         fs::create_dir_all(&keep).map_err(|e| Error::io("create", &keep, e))?;
     }
     observe(Event::Step(format!("probing nvcc {} and the link", toolkit.full_version)));
     toolchain::probe_link(toolkit, cudart, host, &dir.join("tmp"))?;
     toolchain::probe_nvcc(toolkit, host, *target, &dir.join("tmp"))?;
 
-    let jobs = limits::jobs(plan.sources.len(), request.jobs);
     observe(Event::Step(format!(
-        "compiling {} for {target}{}: {} sources, {} at once ({})",
+        "compiling {} for {target}{}: {} sources in {} units, {} at once ({})",
         prepared.module.name,
         retarget.as_ref().map_or(String::new(), |retarget| format!(", to run on {}", retarget.to)),
         plan.sources.len(),
+        plan.units.len(),
         jobs.count,
         jobs.reason
     )));
@@ -673,7 +736,7 @@ fn compile(request: &Request, prepared: &Prepared, context: &Context, dir: &Path
     }
 
     let files = closure::read(&plan.depfiles(dir), &plan.view)?;
-    unchanged_since(&begun, &files, plan)?;
+    unchanged_since(&begun, &files, &plan)?;
     inputs(prepared, &files, &context.memo)
 }
 
@@ -776,7 +839,7 @@ fn refusal(prepared: &Prepared, faults: &[judge::Fault]) -> Error {
 
 fn manifest(
     prepared: &Prepared,
-    key: &Key,
+    inputs: &Inputs,
     inventory: &cubin::Inventory,
     verdict: &Verdict,
     artifact: &Path,
@@ -797,7 +860,7 @@ fn manifest(
     let flags = prepared.plan.compile.first().cloned().unwrap_or_default();
     Ok(Manifest {
         format: MANIFEST_FORMAT,
-        key: *key,
+        key: inputs.key(),
         request: prepared.request,
         module: prepared.module.name.clone(),
         target: prepared.target.to_string(),
@@ -808,6 +871,7 @@ fn manifest(
         nvcc: prepared.toolkit.full_version.clone(),
         host_compiler: prepared.host.version.clone(),
         flags,
+        units: Some(units::count(prepared.plan.sources.len(), inputs.files.iter().map(|input| &input.file))),
         edits: edits.collect(),
         verdict: verdict_record(verdict, linkage),
         cudart: prepared.cudart.word().to_owned(),
@@ -836,12 +900,12 @@ fn verdict_record(verdict: &Verdict, linkage: &cubin::Linkage) -> VerdictRecord 
 }
 
 /// Keeps the full output of a failed build under `home/logs` and names it in the error.
-fn keep_logs(error: Error, prepared: &Prepared, dir: &Path, home: &Path) -> Error {
+fn keep_logs(error: Error, prepared: &Prepared, asked: Option<usize>, dir: &Path, home: &Path) -> Error {
     let name = format!("{}-{}-{}.log", prepared.module.name, prepared.target, prepared.request.short());
     let to = home.join("logs").join(name);
     let mut text = String::new();
-    let jobs = prepared.plan.compile_jobs(&prepared.host).into_iter().chain(prepared.plan.link_jobs(&prepared.host));
-    for job in jobs {
+    let plan = work(prepared, asked).map_or_else(|_| prepared.plan.clone(), |(plan, _)| plan);
+    for job in plan.compile_jobs(&prepared.host).into_iter().chain(plan.link_jobs(&prepared.host)) {
         let Ok(output) = fs::read(dir.join("logs").join(format!("{}.log", job.label))) else { continue };
         text.push_str(&format!("$ {}\n{}\n", job.argv.join(" "), String::from_utf8_lossy(&output)));
     }

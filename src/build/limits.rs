@@ -37,8 +37,9 @@ fn decide(work: usize, asked: Option<usize>, cores: usize, available_mib: Option
     };
     let by_memory = memory.map(|mib| (mib.saturating_sub(HEADROOM_MIB) / JOB_MIB).max(1) as usize);
     let (count, reason) = [
-        (Some(work.max(1)), format!("{work} sources")),
-        (Some(cores.max(1)), format!("{cores} cores")),
+        (Some(work.max(1)), format!("{work} units")),
+        // Jobs differ in length: one more than cores keeps them busy to the end.
+        (Some(if cores > 1 { cores + 1 } else { 1 }), format!("{cores} cores")),
         (by_memory, format!("{} MiB of memory available, {JOB_MIB} a job", memory.unwrap_or(0))),
     ]
     .into_iter()
@@ -99,7 +100,8 @@ mod tests {
     fn jobs_never_exceed_work_cores_or_memory() {
         let count = |work, cores, mib| decide(work, None, cores, mib, None).count;
         assert_eq!(count(3, 32, Some(64_000)), 3);
-        assert_eq!(count(3, 2, Some(64_000)), 2);
+        assert_eq!(count(9, 2, Some(64_000)), 3);
+        assert_eq!(count(9, 1, Some(64_000)), 1);
         assert_eq!(count(3, 32, Some(4_000)), 2);
         assert_eq!(count(3, 32, Some(100)), 1, "one job always runs");
         assert_eq!(count(3, 32, None), 3);

@@ -6,6 +6,7 @@
 //! | `consumer` | who will load the artifact, and so which CUDA runtime it may need |
 //! | `provision` | fetches pinned wheels where the machine lacks something |
 //! | `plan` | overlay + recipe + toolchain → the exact commands and the request key; pure |
+//! | `units` | translation units: sources whole, or split where there are cores for it; stand-ins for headers |
 //! | `view` | the folder that a build runs in: fixed relative names for everything, so that no path reaches the product |
 //! | `retarget` | code of one target on a GPU of another, for tests |
 //! | `compile` | runs a plan: as many jobs as cores and memory allow, all ended on Ctrl-C |
@@ -22,4 +23,5 @@ pub mod plan;
 pub mod provision;
 pub mod retarget;
 pub mod toolchain;
+pub mod units;
 pub mod view;

@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use super::compile::Job;
 use super::retarget::Retarget;
 use super::toolchain::{Cudart, HostCompiler, Toolkit, link_flags};
+use super::units::{self, Layout, Unit};
 use super::view::{CUDA, CUDA_INCLUDE, CUDA_LIB, DATA, OVERLAY, TVM_FFI, View};
 use crate::error::{Error, Result};
 use crate::overlay::Overlay;
 use crate::survey::TvmFfi;
-use crate::tables::{Module, Recipe};
+use crate::tables::{Module, Recipe, StandIn, speed};
 use crate::target::Target;
 
 /// Stands for the host compiler's path wherever commands are shown, compared or put into a key.
@@ -33,9 +34,12 @@ pub struct Inputs<'a> {
     pub target: Target,
     /// Where the code is to run on another GPU than the target. Changes no command: the view holds other programs.
     pub retarget: Option<&'a Retarget>,
+    /// Headers of ours that stand in for FlashInfer's.
+    pub stand_ins: &'a [&'a StandIn],
+    pub layout: Layout,
 }
 
-/// One translation unit.
+/// A source of the module.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Source {
     /// The name without folder and ending, such as `trtllm_allreduce`.
@@ -48,7 +52,11 @@ pub struct Source {
 #[derive(Debug, Clone)]
 pub struct Plan {
     pub sources: Vec<Source>,
-    /// One nvcc command a source; `@host` stands for the host compiler.
+    /// What is compiled, that with the most work first.
+    pub units: Vec<Unit>,
+    /// Files of our own that are read beside the overlay: their paths below `ours`.
+    pub ours: Vec<String>,
+    /// One nvcc command a unit; `@host` stands for the host compiler.
     pub compile: Vec<Vec<String>>,
     /// The commands that link, in order.
     pub link: Vec<Vec<String>>,
@@ -94,7 +102,11 @@ pub fn plan(inputs: &Inputs) -> Result<Plan> {
         includes.push((include.flag.clone(), place(&include.dir, toolkit)?));
     }
 
+    let optimisation = &speed().host_optimisation;
     let mut flags = Vec::new();
+    for stand_in in inputs.stand_ins {
+        flags.extend(["-include".to_owned(), units::stand_in_path(stand_in)]);
+    }
     for flag in recipe.cuda_flags(toolkit.version, module) {
         match flag {
             "{gencode}" => flags.push(inputs.target.gencode()),
@@ -103,6 +115,7 @@ pub fn plan(inputs: &Inputs) -> Result<Plan> {
                 "-I" => vec![format!("-I{dir}")],
                 _ => vec![flag.clone(), dir.clone()],
             })),
+            text if text == optimisation.from => flags.push(optimisation.to.clone()),
             text => flags.push(text.to_owned()),
         }
     }
@@ -113,8 +126,7 @@ pub fn plan(inputs: &Inputs) -> Result<Plan> {
         .map(|source| {
             let below = source.strip_prefix("flashinfer/data/").unwrap_or(source);
             let edited = super::closure::overlay_file(overlay, below).is_some();
-            let name = Path::new(source).file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
-            Source { name, path: format!("{}/{below}", if edited { OVERLAY } else { DATA }) }
+            Source { name: units::stem(source), path: format!("{}/{below}", if edited { OVERLAY } else { DATA }) }
         })
         .collect();
     if sources.is_empty() {
@@ -123,14 +135,23 @@ pub fn plan(inputs: &Inputs) -> Result<Plan> {
 
     flags.extend(host.args.iter().map(|arg| format!("-Xcompiler={arg}")));
 
-    let compile = sources.iter().map(|source| compile_command(source, &flags)).collect();
+    let named: Vec<(&str, String)> =
+        module.sources.iter().map(String::as_str).zip(sources.iter().map(|source| source.path.clone())).collect();
+    let (units, mut ours) = units::units(inputs.layout, &named, overlay, package);
+    ours.extend(inputs.stand_ins.iter().map(|one| format!("include/{}", one.header)));
+    let compile = units.iter().map(|unit| compile_command(unit, &flags)).collect();
     let artifact = format!("{}.so", module.name);
     // FlashInfer's own link flags name folders that pip toolkits do not have, and a libcuda that nothing here needs (the judge
     // finds an owner for every undefined symbol): what the probe linked is what is linked.
     let mut link = vec![HOST_COMPILER.to_owned()];
     link.extend(host.args.iter().cloned());
     link.extend(["-shared".to_owned()]);
-    link.extend(sources.iter().map(|source| format!("obj/{}.o", source.name)));
+    link.extend(units.iter().map(|unit| format!("obj/{}.o", unit.name)));
+    if units.len() > sources.len() {
+        // The headers define functions that are neither templates nor inline. Each unit of a source has them, from the same text: the
+        // linker takes the first.
+        link.push("-Wl,-z,muldefs".to_owned());
+    }
     link.extend(link_flags(cudart, &libraries_name));
     let mut commands = Vec::new();
     if module.driver_api {
@@ -143,7 +164,7 @@ pub fn plan(inputs: &Inputs) -> Result<Plan> {
     // Compilers search all `-I` folders before all `-isystem` ones.
     includes.sort_by_key(|(flag, _)| flag != "-I");
     let include_dirs = includes.into_iter().map(|(_, dir)| dir).collect();
-    Ok(Plan { sources, compile, link: commands, include_dirs, artifact, view })
+    Ok(Plan { sources, units, ours, compile, link: commands, include_dirs, artifact, view })
 }
 
 /// Stands for libcuda at the link: the driver's library is on no build machine for sure, and only its name is needed.
@@ -157,12 +178,12 @@ fn driver_stub_command() -> Vec<String> {
 
 /// `-ccbin` names one host compiler for nvcc and for the link; intermediate files keep fixed names, since nvcc's random ones
 /// end up in the object.
-fn compile_command(source: &Source, flags: &[String]) -> Vec<String> {
-    let Source { name, path } = source;
+fn compile_command(unit: &Unit, flags: &[String]) -> Vec<String> {
+    let Unit { name, path, flags: first } = unit;
     let mut argv: Vec<String> = ["cuda/bin/nvcc", "-ccbin", HOST_COMPILER, "--keep", "--keep-dir"].map(Into::into).to_vec();
     argv.push(format!("keep/{name}"));
     argv.extend(["--generate-dependencies-with-compile".to_owned(), "--dependency-output".to_owned(), depfile(name)]);
-    argv.extend(flags.iter().cloned());
+    argv.extend(first.iter().chain(flags).cloned());
     argv.extend(["-c".to_owned(), path.clone(), "-o".to_owned(), format!("obj/{name}.o")]);
     argv
 }
@@ -189,12 +210,11 @@ fn place(dir: &str, toolkit: &Toolkit) -> Result<String> {
 impl Plan {
     /// The compile jobs, with the host compiler's real command in place of `@host`.
     pub fn compile_jobs(&self, host: &HostCompiler) -> Vec<Job> {
-        let jobs = self.sources.iter().zip(&self.compile).enumerate();
-        jobs.map(|(index, (source, argv))| Job {
-            label: source.name.clone(),
+        let jobs = self.units.iter().zip(&self.compile).enumerate();
+        jobs.map(|(index, (unit, argv))| Job {
+            label: unit.name.clone(),
             argv: with_host(argv, host),
-            keep: Some(PathBuf::from(format!("keep/{}", source.name))),
-            // The tables name the sources of a module longest first.
+            keep: Some(PathBuf::from(format!("keep/{}", unit.name))),
             weight: u32::MAX - index as u32,
         })
         .collect()
@@ -209,7 +229,7 @@ impl Plan {
 
     /// The dependency files that the compile jobs write, in `dir`.
     pub fn depfiles(&self, dir: &Path) -> Vec<PathBuf> {
-        self.sources.iter().map(|source| dir.join(depfile(&source.name))).collect()
+        self.units.iter().map(|unit| dir.join(depfile(&unit.name))).collect()
     }
 
     /// Every command, for people and for a key: no path of this machine in it.

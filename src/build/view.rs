@@ -5,6 +5,7 @@
 //! <build folder>/
 //!   data, tvm_ffi, cuda, …   links to what is installed (`cuda` is a folder where code is moved to another GPU)
 //!   overlay/                 the overlay's files, written out
+//!   ours/                    stand-ins for headers, and what sources are split into
 //!   obj/ keep/ tmp/ logs/    what the compilers write
 //! ```
 
@@ -13,6 +14,7 @@ use std::path::{Path, PathBuf};
 
 use super::closure::Located;
 use super::retarget::Retarget;
+use super::units::is_made;
 use crate::error::{Error, Result};
 use crate::overlay::Overlay;
 
@@ -28,6 +30,8 @@ pub const CUDA_INCLUDE: &str = "cuda_include";
 pub const CUDA_LIB: &str = "cuda_lib";
 /// The folder of the overlay's files.
 pub const OVERLAY: &str = "overlay";
+/// The folder of files of our own that are no part of an overlay: stand-ins for headers, and what sources are split into.
+pub const OURS: &str = "ours";
 /// The root of everything outside: the host compiler's and the system's own headers, by absolute path.
 pub const HOST: &str = "host";
 
@@ -67,18 +71,23 @@ impl View {
         overlay.write_to(&dir.join(OVERLAY))
     }
 
+    /// What the names that start a path in commands stand for on this machine.
+    pub fn folders(&self) -> impl Iterator<Item = (&'static str, &Path)> {
+        self.links.iter().map(|(name, to)| (*name, to.as_path()))
+    }
+
     /// Splits a name that a compiler wrote down into its root and the rest.
     pub fn locate(&self, name: &str) -> Located {
         let name = name.strip_prefix("./").unwrap_or(name);
         if let Some((root, rest)) = name.split_once('/')
-            && (root == OVERLAY || self.links.iter().any(|(link, _)| *link == root))
+            && (is_made(root) || self.links.iter().any(|(link, _)| *link == root))
         {
             return Located { root: root.to_owned(), path: rest.to_owned() };
         }
         Located { root: HOST.to_owned(), path: name.to_owned() }
     }
 
-    /// Where a located file lies on this machine; None for the overlay's, which are on no disk outside a build.
+    /// Where a located file lies on this machine; None for the overlay's and our own, which are on no disk outside a build.
     pub fn path_of(&self, file: &Located) -> Option<PathBuf> {
         if file.root == HOST {
             return Some(PathBuf::from(&file.path));

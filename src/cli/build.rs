@@ -1,5 +1,6 @@
 //! `fi-arch build`: from what is installed, or from nothing, to a proven artifact.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -404,6 +405,8 @@ fn dry_json(dry: &DryRun, request: &Request, started: Instant) -> serde_json::Va
         "min_driver": dry.min_driver,
         "would_fetch": dry.would_fetch,
         "commands": dry.planned.as_ref().map(|planned| planned.plan.commands().collect::<Vec<_>>()),
+        // What the names that start a path in these commands stand for; `overlay` and `ours` are written when a build runs.
+        "folders": dry.planned.as_ref().map(|planned| planned.plan.view.folders().collect::<BTreeMap<_, _>>()),
         "explain": dry.planned.as_ref().and_then(|planned| planned.explanation.as_ref()).map(explain::to_json),
         "request": dry.planned.as_ref().map(|planned| planned.request.to_string()),
         "elapsed_s": seconds(started),

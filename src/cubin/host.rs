@@ -88,22 +88,35 @@ fn registered(sections: &[&[u8]], images: &[Image]) -> BTreeSet<String> {
         .map(|name| name.as_bytes())
         .collect();
     let mut found = BTreeSet::new();
-    for section in sections {
-        for string in section.split(|&byte| byte == 0) {
-            let is_name = !string.is_empty()
-                && string.len() <= NAME_MAX
-                && (kernels.contains(string) || (string.starts_with(b"_Z") && is_function(string)));
-            if is_name {
-                found.insert(lossy(string));
-            }
+    for string in sections.iter().flat_map(|section| section.split(|&byte| byte == 0)).filter(|string| !string.is_empty()) {
+        let is_name =
+            |name: &[u8]| name.len() <= NAME_MAX && (kernels.contains(name) || (name.starts_with(b"_Z") && is_function(name)));
+        if is_name(string) {
+            found.insert(lossy(string));
+        } else if let Some(name) = behind_other_data(string).filter(|name| is_name(name)) {
+            found.insert(lossy(name));
         }
     }
     found
 }
 
+/// The mangled name at the end of `bytes`, where something else goes before it: a table of numbers need not end with a zero, and the
+/// linker puts strings right behind it.
+fn behind_other_data(bytes: &[u8]) -> Option<&[u8]> {
+    let last_foreign = bytes.iter().rposition(|byte| !is_of_a_name(*byte));
+    let end = &bytes[last_foreign.map_or(0, |at| at + 1)..];
+    // The byte before may look like a letter.
+    let start = end.windows(2).position(|two| two == b"_Z")?;
+    (last_foreign.is_some() || start > 0).then(|| &end[start..])
+}
+
+fn is_of_a_name(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || b"_.$".contains(&byte)
+}
+
 /// True for the mangled name of a function, false for that of a variable or for anything else.
 fn is_function(name: &[u8]) -> bool {
-    if !name.iter().all(|byte| byte.is_ascii_alphanumeric() || b"_.$".contains(byte)) {
+    if !name.iter().all(|byte| is_of_a_name(*byte)) {
         return false;
     }
     // Only a function's name says what it takes, so only its long form ends with a parenthesis.
@@ -121,6 +134,28 @@ fn lossy(name: &[u8]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_name_right_behind_other_constants_is_found() {
+        let images = [Image {
+            target: "sm_120f".to_owned(),
+            kind: Kind::Ptx,
+            codec: Codec::Raw,
+            fatbin: 0,
+            toolkit: None,
+            stored_bytes: 0,
+            bytes: 0,
+            kernels: Vec::new(),
+            ptx_entries: vec!["_Z1kPf".to_owned()],
+            digest: None,
+        }];
+        let found = |bytes: &[u8]| registered(&[bytes], &images).into_iter().collect::<Vec<_>>();
+        assert_eq!(found(b"\0_Z1kPf\0"), ["_Z1kPf"]);
+        assert_eq!(found(b"\0\x10\xff_Z1kPf\0"), ["_Z1kPf"]);
+        assert_eq!(found(b"\0\x10\xffA_Z1kPf\0"), ["_Z1kPf"]);
+        assert_eq!(found(b"\xff_Z1gPf\0"), ["_Z1gPf"], "also one that no image has");
+        assert!(found(b"\xff_Z1kPf is not there\0").is_empty());
+    }
 
     #[test]
     fn names_of_variables_and_broken_names_are_not_taken_for_kernels() {

@@ -4,7 +4,7 @@
 
 mod diff;
 mod engine;
-mod headers;
+pub mod headers;
 
 use std::collections::BTreeMap;
 use std::fs;

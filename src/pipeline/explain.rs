@@ -6,7 +6,8 @@ use rayon::prelude::*;
 
 use super::{Prepared, content};
 use crate::build::closure;
-use crate::build::view::{HOST, OVERLAY};
+use crate::build::units::is_made;
+use crate::build::view::HOST;
 use crate::digest::Digest;
 use crate::memo::Memo;
 use crate::store::{Entry, Fields, Inputs, Key, Store, Value};
@@ -99,7 +100,7 @@ fn compare(prepared: &Prepared, then: &Inputs, memo: &Memo) -> Comparison {
     // Sources and the overlay's files are fields already.
     let plan = &prepared.plan;
     let sources: Vec<_> = plan.sources.iter().map(|source| plan.view.locate(&source.path)).collect();
-    let files: Vec<_> = then.files.iter().filter(|input| input.file.root != OVERLAY && !sources.contains(&input.file)).collect();
+    let files: Vec<_> = then.files.iter().filter(|input| !is_made(&input.file.root) && !sources.contains(&input.file)).collect();
     let present: Vec<Option<Digest>> = files.par_iter().map(|input| content(prepared, &input.file, memo).ok()).collect();
     for (input, now) in files.iter().zip(present) {
         let file = &input.file;
@@ -128,7 +129,7 @@ impl Comparison {
 fn kind_of(name: &str) -> (&'static str, &str) {
     match name.split_once(' ') {
         Some(("source", source)) => ("source", source),
-        Some(("overlay", file)) => ("overlay", file),
+        Some(("overlay" | "stand-in", file)) => ("overlay", file),
         Some(("tool", tool)) => ("tool", tool),
         _ => match name {
             "judge" => ("judge", ""),

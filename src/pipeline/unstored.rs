@@ -33,7 +33,7 @@ pub fn build_into(output: &Path, request: &Request, context: &Context, observe: 
     let dir = staging.path().join("build");
     if let Err(error) = compile(request, &prepared, context, &dir, observe) {
         let interrupted = error.exit() == Exit::Interrupted;
-        return Err(if interrupted { error } else { keep_logs(error, &prepared, &dir, &context.home) });
+        return Err(if interrupted { error } else { keep_logs(error, &prepared, request.jobs, &dir, &context.home) });
     }
     context.memo.save();
     observe(Event::Step("judging".to_owned()));

@@ -34,6 +34,10 @@ pub struct Manifest {
     pub nvcc: String,
     pub host_compiler: String,
     pub flags: Vec<String>,
+    /// Translation units. A builder with many cores splits the sources into more: the file's bytes depend on it, its kernels do not.
+    /// None in manifests of releases that did not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub units: Option<usize>,
     pub edits: Vec<EditRecord>,
     pub verdict: VerdictRecord,
     /// The file beside the manifest that names every input; see [`Inputs`](super::Inputs). The store fills it in.

@@ -42,6 +42,7 @@ fn manifest(key: Key, content: &[u8]) -> Manifest {
         nvcc: "release 13.0, V13.0.88".into(),
         host_compiler: "g++ 13.3.0".into(),
         flags: vec!["-O3".into()],
+        units: Some(3),
         edits: vec![EditRecord {
             id: "open-gate".into(),
             path: "flashinfer/jit/comm.py".into(),

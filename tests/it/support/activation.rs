@@ -87,6 +87,7 @@ pub fn bundle(artifact: &Path, package: &Path, version: &str, to: &Path) {
         nvcc: nvcc.to_owned(),
         host_compiler: "a compiler of tests".to_owned(),
         flags: Vec::new(),
+        units: None,
         edits: Vec::new(),
         verdict: VerdictRecord {
             verdict: "pass".to_owned(),

@@ -1,0 +1,91 @@
+//! What makes a build quick: `arch-tables/flashinfer/speed.toml`.
+
+use std::sync::OnceLock;
+
+use serde::Deserialize;
+
+use crate::digest::Digest;
+
+/// See the table's own head.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Speed {
+    pub host_optimisation: Replacement,
+    pub shard_flags: Vec<String>,
+    #[serde(rename = "stand_in")]
+    pub stand_ins: Vec<StandIn>,
+    #[serde(rename = "shard")]
+    pub shards: Vec<Shards>,
+}
+
+/// A flag, and what is passed in its place.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Replacement {
+    pub from: String,
+    pub to: String,
+}
+
+/// A header of ours in place of one of FlashInfer's.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StandIn {
+    /// Relative to `cuda-src/include`.
+    pub header: String,
+    /// Relative to the folder that holds `flashinfer/`.
+    pub file: String,
+    /// The contents of that file that it can stand in for.
+    pub sha256: Vec<Digest>,
+}
+
+/// How one source is split.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Shards {
+    /// Relative to the folder that holds `flashinfer/`.
+    pub source: String,
+    /// As the source includes it.
+    pub header: String,
+    pub types: Vec<String>,
+    pub functions: Vec<Function>,
+}
+
+/// A function template that a source instantiates.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Function {
+    pub definition: String,
+    pub declaration: String,
+}
+
+/// The table.
+pub fn speed() -> &'static Speed {
+    static TABLE: OnceLock<Speed> = OnceLock::new();
+    TABLE.get_or_init(|| super::parse("flashinfer/speed", include_str!("../../arch-tables/flashinfer/speed.toml")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tables::Tables;
+
+    #[test]
+    fn every_source_that_is_split_is_one_of_a_module_and_its_declarations_name_the_type() {
+        for shards in &speed().shards {
+            assert!(Tables::load().modules.iter().any(|module| module.sources.contains(&shards.source)), "{}", shards.source);
+            assert!(!shards.types.is_empty() && !shards.functions.is_empty());
+            for function in &shards.functions {
+                assert!(function.declaration.contains("<{type}>("), "{}", function.declaration);
+            }
+        }
+    }
+
+    #[test]
+    fn the_flag_that_is_replaced_is_in_every_recipe() {
+        let (tables, replaced) = (Tables::load(), &speed().host_optimisation);
+        let nvcc = crate::target::CudaVersion { major: 13, minor: 0 };
+        for recipe in &tables.recipes {
+            assert!(recipe.cuda_flags(nvcc, &tables.modules[0]).contains(&replaced.from.as_str()), "{}", recipe.id);
+        }
+    }
+}
