@@ -163,15 +163,18 @@ pub fn build(request: &Request, context: &Context, observe: Observer) -> Result<
     let explanation = why(None);
     context.memo.save();
 
-    let mut told = false;
-    let _lock = store.lock(&prepared.request.to_string(), &mut |holder| {
-        if !std::mem::replace(&mut told, true) {
-            let who = holder.map_or("another process".to_owned(), |pid| format!("process {pid}"));
-            observe(Event::Step(format!("waiting for {who}, which builds the same")));
-        }
-        cancel::check()
-    })?;
-    if let Some(entry) = look_up(&prepared, &store, &context.memo)? {
+    let (mut held, waited) = lock(&prepared, &store, observe)?;
+    let mut found = None;
+    if waited {
+        // Those who waited find the work done, as a rule: they look all at once, not one behind the other.
+        drop(held);
+        found = look_up(&prepared, &store, &context.memo)?;
+        held = if found.is_some() { None } else { lock(&prepared, &store, observe)?.0 };
+    }
+    if found.is_none() {
+        found = look_up(&prepared, &store, &context.memo)?;
+    }
+    if let Some(entry) = found {
         let explanation = why(Some(&entry));
         context.memo.save();
         return Ok(Built { prepared, entry, hit: true, explanation });
@@ -186,7 +189,21 @@ pub fn build(request: &Request, context: &Context, observe: Observer) -> Result<
         Err(error) => return Err(keep_logs(error, &prepared, request.jobs, &dir, &context.home)),
     };
     context.memo.save();
+    drop(held);
     Ok(Built { prepared, entry, hit: false, explanation })
+}
+
+/// The lock of those who build the same, and whether another held it.
+fn lock(prepared: &Prepared, store: &Store, observe: Observer) -> Result<(Option<store::Lock>, bool)> {
+    let mut waited = false;
+    let lock = store.lock(&prepared.request.to_string(), &mut |holder| {
+        if !std::mem::replace(&mut waited, true) {
+            let who = holder.map_or("another process".to_owned(), |pid| format!("process {pid}"));
+            observe(Event::Step(format!("waiting for {who}, which builds the same")));
+        }
+        cancel::check()
+    })?;
+    Ok((Some(lock), waited))
 }
 
 /// What a build stands on: FlashInfer, found on this machine or fetched, and the environment that it was found in.
@@ -479,14 +496,12 @@ fn work(prepared: &Prepared, asked: Option<usize>) -> Result<(Plan, limits::Jobs
         target: *target,
         retarget: retarget.as_ref(),
         stand_ins: &prepared.stand_ins,
-        layout: Layout::Split,
+        layout: Layout::ForJobs(limits::jobs(usize::MAX, asked).count),
     })?;
-    let jobs = limits::jobs(split.units.len(), asked);
     // What is moved to another GPU goes through programs of ours, which know the flags of whole sources.
-    if retarget.is_none() && Layout::for_jobs(jobs.count) == Layout::Split {
-        return Ok((split, jobs));
-    }
-    Ok((prepared.plan.clone(), limits::jobs(prepared.plan.units.len(), asked)))
+    let plan = if retarget.is_none() { split } else { prepared.plan.clone() };
+    let jobs = limits::jobs(plan.units.len(), asked);
+    Ok((plan, jobs))
 }
 
 /// The content of a file of the build folder, before there is one.

@@ -2,13 +2,13 @@
 //! its kernels, so that many cores have something to do.
 //!
 //! Both make the same kernels, instruction by instruction. A source is split without a change of its text: a header of ours that goes
-//! before the source's own declares the instantiations `extern template`, and one small unit for each type makes them.
+//! before the source's own declares instantiations `extern template`, and small units make them.
 
 use std::path::Path;
 
 use crate::overlay::Overlay;
 use crate::overlay::headers;
-use crate::tables::{Shards, StandIn, speed};
+use crate::tables::{Shard, Shards, StandIn, speed};
 
 use super::closure::Located;
 use super::view::{DATA, OURS, OVERLAY};
@@ -18,18 +18,8 @@ use super::view::{DATA, OURS, OVERLAY};
 pub enum Layout {
     /// A unit for each source.
     Whole,
-    /// Sources that can be split are.
-    Split,
-}
-
-/// From so many jobs at once on, splitting pays: below, each unit's own front end costs more than the cores that it keeps busy.
-const SPLIT_FROM: usize = 5;
-
-impl Layout {
-    /// The layout for `jobs` compile jobs at once.
-    pub fn for_jobs(jobs: usize) -> Self {
-        if jobs < SPLIT_FROM { Self::Whole } else { Self::Split }
-    }
+    /// Sources are split as far as pays with so many compile jobs at once: each unit has a front end of its own to pay for.
+    ForJobs(usize),
 }
 
 /// One translation unit.
@@ -43,10 +33,10 @@ pub struct Unit {
     pub flags: Vec<String>,
 }
 
-/// The folder of headers that go before those of a split source.
+/// The folder of headers that go before those of split sources.
 const BEFORE: &str = "before";
 
-/// The folder of the units that split sources are split into.
+/// The folder of the units that sources are split into.
 const SHARDS: &str = "shards";
 
 /// The file of our own at `path` in the build folder's `ours`, for stand-ins and split sources; none where there is no such file.
@@ -58,28 +48,35 @@ pub fn file(path: &str) -> Option<String> {
     speed().shards.iter().find_map(|shards| files(shards).find(|(name, _)| name == path)).map(|(_, text)| text)
 }
 
-/// The files that splitting a source takes: the header that goes before its own, and a unit for each type.
+/// The files that splitting a source takes: the header that goes before its own, and each unit.
 fn files(shards: &Shards) -> impl Iterator<Item = (String, String)> {
-    let declared = |start: &str, of: &str| -> String {
-        shards.functions.iter().map(|one| format!("{start}{};\n", one.declaration.replace("{type}", of))).collect()
-    };
     let header = &shards.header;
-    let all: String = shards.types.iter().map(|of| declared("extern template ", of)).collect();
-    let before = (format!("{BEFORE}/{header}"), format!("#include_next <{header}>\n{all}"));
-    let units: Vec<_> = shards
-        .types
-        .iter()
-        .map(|of| (shard_path(shards, of), format!("#include <{header}>\n{}", declared("template ", of))))
-        .collect();
+    let lines = |start: &str, declarations: Vec<String>| -> String {
+        declarations.into_iter().map(|one| format!("{start}{one};\n")).collect()
+    };
+    let extern_but = move |own: Option<&Shard>| -> String {
+        let others = shards.units.iter().filter(|unit| own.is_none_or(|own| own.name != unit.name));
+        others.map(|unit| lines("extern template ", shards.declarations(unit))).collect()
+    };
+    let before = (format!("{}/{header}", before(shards)), format!("#include_next <{header}>\n{}", extern_but(None)));
+    let units = shards.units.iter().map(move |unit| {
+        let own = lines("template ", shards.declarations(unit));
+        (shard_path(shards, unit), format!("#include <{header}>\n{}{own}", extern_but(Some(unit))))
+    });
     std::iter::once(before).chain(units)
 }
 
-fn shard_path(shards: &Shards, of: &str) -> String {
-    format!("{SHARDS}/{}.cu", shard_name(shards, of))
+/// The folder of the header that goes before a source's own, as an include path.
+fn before(shards: &Shards) -> String {
+    format!("{BEFORE}/{}", shards.from_jobs)
 }
 
-fn shard_name(shards: &Shards, of: &str) -> String {
-    format!("{}-{}", stem(&shards.source), of.trim_matches('_'))
+fn shard_path(shards: &Shards, unit: &Shard) -> String {
+    format!("{SHARDS}/{}/{}.cu", shards.from_jobs, shard_name(shards, unit))
+}
+
+fn shard_name(shards: &Shards, unit: &Shard) -> String {
+    format!("{}-{}", stem(&shards.source), unit.name)
 }
 
 /// The name of a file without folder and ending.
@@ -92,24 +89,27 @@ pub fn stem(path: &str) -> String {
 pub fn units(layout: Layout, sources: &[(&str, String)], overlay: &Overlay, package: &Path) -> (Vec<Unit>, Vec<String>) {
     let (mut small, mut rest, mut ours) = (Vec::new(), Vec::new(), Vec::new());
     for (source, path) in sources {
-        let split = speed().shards.iter().find(|shards| {
-            layout == Layout::Split && shards.source == **source && overlay.listed && is_as_known(shards, overlay, package)
-        });
         let mut flags = Vec::new();
-        if let Some(shards) = split {
-            let of_type = |of: &String| Unit {
-                name: shard_name(shards, of),
-                path: format!("{OURS}/{}", shard_path(shards, of)),
+        if let Some(shards) = split(layout, source, overlay, package) {
+            small.extend(shards.units.iter().map(|unit| Unit {
+                name: shard_name(shards, unit),
+                path: format!("{OURS}/{}", shard_path(shards, unit)),
                 flags: speed().shard_flags.clone(),
-            };
-            small.extend(shards.types.iter().map(of_type));
+            }));
             ours.extend(files(shards).map(|(path, _)| path));
-            flags = vec!["-isystem".to_owned(), format!("{OURS}/{BEFORE}")];
+            flags = vec!["-isystem".to_owned(), format!("{OURS}/{}", before(shards))];
         }
         rest.push(Unit { name: stem(source), path: path.clone(), flags });
     }
     small.extend(rest);
     (small, ours)
+}
+
+/// How `source` is split; none where it stays whole. Of a FlashInfer that no release lists, nobody has looked at what is instantiated.
+fn split(layout: Layout, source: &str, overlay: &Overlay, package: &Path) -> Option<&'static Shards> {
+    let Layout::ForJobs(jobs) = layout else { return None };
+    let fitting = speed().shards.iter().filter(|shards| shards.source == source && shards.from_jobs <= jobs && overlay.listed);
+    fitting.filter(|shards| is_as_known(shards, overlay, package)).max_by_key(|shards| shards.from_jobs)
 }
 
 /// Whether the header of a split source defines the functions as the tables say.
@@ -118,7 +118,7 @@ fn is_as_known(shards: &Shards, overlay: &Overlay, package: &Path) -> bool {
     let edited = super::closure::overlay_file(overlay, &below).map(|file| file.post.clone());
     let Some(text) = edited.or_else(|| std::fs::read(package.join(DATA).join(below)).ok()) else { return false };
     let text = plain(&String::from_utf8_lossy(&text));
-    shards.functions.iter().all(|function| text.contains(&plain(&function.definition)))
+    shards.templates.values().all(|template| text.contains(&plain(&template.definition)))
 }
 
 fn plain(text: &str) -> String {
@@ -146,28 +146,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn few_jobs_leave_sources_whole() {
-        assert_eq!(
-            [1, 2, 4, 5, 32].map(Layout::for_jobs),
-            [Layout::Whole, Layout::Whole, Layout::Whole, Layout::Split, Layout::Split]
-        );
-    }
-
-    #[test]
-    fn each_type_is_instantiated_in_one_unit_and_declared_extern_before_the_source() {
+    fn each_instantiation_is_made_in_one_unit_and_declared_extern_in_every_other() {
         for shards in &speed().shards {
-            let before = file(&format!("{BEFORE}/{}", shards.header)).unwrap();
+            let before = file(&format!("{}/{}", before(shards), shards.header)).unwrap();
             assert!(before.starts_with("#include_next <flashinfer/"));
-            for of in &shards.types {
-                let unit = file(&shard_path(shards, of)).unwrap();
-                for function in &shards.functions {
-                    let declaration = function.declaration.replace("{type}", of);
-                    assert!(before.contains(&format!("\nextern template {declaration};\n")), "{before}");
-                    assert!(unit.contains(&format!("\ntemplate {declaration};\n")), "{unit}");
+            for unit in &shards.units {
+                for declaration in shards.declarations(unit) {
+                    let (made, extern_) = (format!("\ntemplate {declaration};\n"), format!("\nextern template {declaration};\n"));
+                    assert!(before.contains(&extern_) && !before.contains(&made), "{before}");
+                    for other in &shards.units {
+                        let text = file(&shard_path(shards, other)).unwrap();
+                        let own = other.name == unit.name;
+                        assert_eq!((text.contains(&made), text.contains(&extern_)), (own, !own), "{declaration}");
+                    }
                 }
             }
         }
-        assert_eq!(file("shards/none.cu"), None);
+        assert_eq!(file("shards/5/none.cu"), None);
         assert_eq!(file("include/none.h"), None);
     }
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 
-const LOOK_AGAIN: Duration = Duration::from_millis(100);
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// Held until dropped. The file stays. Only gc removes old ones, under their own lock: whoever waited for that lock then sees
 /// that its file is no longer the one of that name, and takes the new one.
@@ -21,7 +21,7 @@ pub struct Lock {
 }
 
 impl Lock {
-    /// Waits for the lock on `path`. As long as another holds it, `on_wait` is called about ten times a second with
+    /// Waits for the lock on `path`. As long as another holds it, `on_wait` is called about twenty times a second with
     /// the holder's process id, if that is readable; when it returns an error, the wait ends with that error.
     pub(super) fn wait(path: &Path, on_wait: &mut dyn FnMut(Option<u32>) -> Result<()>) -> Result<Self> {
         let mut file = loop {

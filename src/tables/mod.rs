@@ -27,7 +27,7 @@ pub use engines::{
     Advice, Engine, EngineForm, EngineGate, EnginePlace, Helper, Note, NoteKind, engine, engines, notes, policy_edits,
 };
 pub use flags::{Fusion, LaunchFlag, Launcher, Means, Variable, launchers};
-pub use speed::{Function, Shards, Speed, StandIn, speed};
+pub use speed::{Shard, Shards, StandIn, speed};
 pub use toolkits::{knows_cuda, min_driver};
 pub use torch::cuda_of_torch;
 

@@ -1,5 +1,6 @@
 //! What makes a build quick: `arch-tables/flashinfer/speed.toml`.
 
+use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
 use serde::Deserialize;
@@ -46,16 +47,50 @@ pub struct Shards {
     pub source: String,
     /// As the source includes it.
     pub header: String,
-    pub types: Vec<String>,
-    pub functions: Vec<Function>,
+    /// From so many compile jobs at once on.
+    pub from_jobs: usize,
+    pub templates: BTreeMap<String, Template>,
+    #[serde(rename = "unit")]
+    pub units: Vec<Shard>,
 }
 
 /// A function template that a source instantiates.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Function {
+pub struct Template {
     pub definition: String,
-    pub declaration: String,
+    declaration: String,
+}
+
+/// What one unit makes.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Shard {
+    pub name: String,
+    makes: Vec<String>,
+    values: BTreeMap<String, Vec<String>>,
+}
+
+impl Shards {
+    /// What `unit` instantiates, as it stands behind `template`.
+    pub fn declarations(&self, unit: &Shard) -> Vec<String> {
+        let mut all = Vec::new();
+        for name in &unit.makes {
+            let mut made = vec![self.templates[name].declaration.clone()];
+            for (key, values) in &unit.values {
+                let place = format!("{{{key}}}");
+                made = made
+                    .into_iter()
+                    .flat_map(|text| match text.contains(&place) {
+                        true => values.iter().map(|value| text.replace(&place, value)).collect(),
+                        false => vec![text],
+                    })
+                    .collect();
+            }
+            all.extend(made);
+        }
+        all
+    }
 }
 
 /// The table.
@@ -66,16 +101,20 @@ pub fn speed() -> &'static Speed {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
     use crate::tables::Tables;
 
     #[test]
-    fn every_source_that_is_split_is_one_of_a_module_and_its_declarations_name_the_type() {
+    fn every_source_that_is_split_is_one_of_a_module_and_no_two_units_make_the_same() {
         for shards in &speed().shards {
             assert!(Tables::load().modules.iter().any(|module| module.sources.contains(&shards.source)), "{}", shards.source);
-            assert!(!shards.types.is_empty() && !shards.functions.is_empty());
-            for function in &shards.functions {
-                assert!(function.declaration.contains("<{type}>("), "{}", function.declaration);
+            let made: Vec<String> = shards.units.iter().flat_map(|unit| shards.declarations(unit)).collect();
+            assert_eq!(made.iter().collect::<BTreeSet<_>>().len(), made.len(), "{}", shards.source);
+            assert!(made.iter().all(|text| !text.contains(['{', '}'])), "{made:?}");
+            for template in shards.templates.values() {
+                assert!(!template.declaration.contains(';') && template.declaration.contains(">("), "{}", template.declaration);
             }
         }
     }

@@ -4,10 +4,18 @@
 namespace fi_arch {
 
 // Lane 0 gets the sum over the first `lanes` lanes of its warp; what other lanes get is of no use.
-// All of these `lanes` lanes, and no others, must call it. For 32 lanes the order of additions is that of a butterfly.
+// All of these `lanes` lanes, and no others, must call it. The order of additions is the same for a whole warp and a partial one.
 template <typename T>
 __device__ __forceinline__ T warp_sum(T value, unsigned lanes) {
-  unsigned const mask = lanes >= 32 ? 0xffffffffu : (1u << lanes) - 1u;
+  if (lanes >= 32) {
+    // The common case, and each instruction of it is in the latency of a call: no lane has to be asked about.
+#pragma unroll
+    for (unsigned offset = 16; offset > 0; offset /= 2) {
+      value += __shfl_xor_sync(0xffffffffu, value, offset);
+    }
+    return value;
+  }
+  unsigned const mask = (1u << lanes) - 1u;
   unsigned const lane = threadIdx.x % 32;
 #pragma unroll
   for (unsigned offset = 16; offset > 0; offset /= 2) {
