@@ -700,6 +700,12 @@ fn compile_and_publish(
     if !verdict.passed() {
         return Err(refusal(prepared, &verdict.faults));
     }
+    let twice = twice(&inventory);
+    if twice > 0 {
+        observe(Event::Warning(format!(
+            "{twice} kernels are there twice: the tables split the sources wrongly for this FlashInfer"
+        )));
+    }
     if !prepared.left_out.is_empty() {
         // What is wrong in it need not show in the machine code.
         return Err(Error::refused(format!("an artifact with a part of the edits is not stored: {}", prepared.module.name))
@@ -710,6 +716,13 @@ fn compile_and_publish(
     let entry = store.publish(&key, &artifact, &manifest, Some(&inputs))?;
     store.remember_closure(&prepared.request, &inputs.closure())?;
     Ok(entry)
+}
+
+/// How many kernels are in more than one image: two units made the same.
+fn twice(inventory: &cubin::Inventory) -> usize {
+    let mut seen = BTreeSet::new();
+    let kernels = inventory.images.iter().flat_map(|image| image.kernels.iter().map(move |kernel| (&image.target, &kernel.name)));
+    kernels.filter(|kernel| !seen.insert(*kernel)).count()
 }
 
 /// Compiles and links in `dir`, and returns everything that the compilers read.
