@@ -8,8 +8,8 @@
 //! | `reference` | what is right, and how far from it an output may be |
 //! | `layout` | sizes and layouts of workspaces and scale factors |
 //! | `signature` | which parameter list a function has; values bound to it by name |
-//! | `ffi` | the two modules that touch foreign code: the CUDA driver, and TVM-FFI |
-//! | `libraries` | which libtvm_ffi and libcudart are loaded |
+//! | `ffi` | the modules that touch foreign code: shared objects, the CUDA driver, TVM-FFI, NVRTC |
+//! | `libraries` | which libtvm_ffi, libcudart and libnvrtc are loaded |
 //! | `fault` | faults that a test plants |
 //! | `stage` | a worker's side of the GPU: memory, graph, replays |
 //! | `worker`, `protocol`, `supervise` | the processes: who hosts ranks, what they say to each other, who kills them |
@@ -27,7 +27,7 @@ mod fault;
 pub mod ffi;
 mod inputs;
 pub mod layout;
-mod libraries;
+pub mod libraries;
 pub mod numbers;
 mod platform;
 pub mod protocol;
