@@ -17,7 +17,7 @@ use crate::exit::Exit;
 use crate::pipeline::{self, Context};
 use crate::smoke::cases::{Case, Planned, RANKS, Set, What};
 use crate::smoke::ffi::driver::Driver;
-use crate::smoke::report::{Report, junit};
+use crate::smoke::report::{ComparedBy, Report, junit};
 use crate::smoke::supervise::{Played, Transport, Verdict};
 use crate::smoke::{self, Event, Request};
 use crate::{survey, target};
@@ -84,6 +84,15 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     cudart: Option<PathBuf>,
 
+    /// Who makes the inputs and compares the outputs with the float64 reference: kernels of ours on the GPU (and the host too in the
+    /// first replay of each case), or the host alone
+    #[arg(long, value_enum, default_value_t = CompareArg::Device)]
+    compare: CompareArg,
+
+    /// libnvrtc.so.13 or .12, which compiles our kernels [default: the environment's, that of CUDA_HOME, or the system's; without one the host compares]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["list"])]
+    nvrtc: Option<PathBuf>,
+
     /// Also write the results as JUnit XML
     #[arg(long, value_name = "FILE")]
     junit: Option<PathBuf>,
@@ -95,6 +104,12 @@ enum TransportArg {
     Ipc,
     /// One process, each rank a stream of one graph
     Inproc,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum CompareArg {
+    Device,
+    Host,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -166,6 +181,8 @@ fn request(args: &Args, context: &Context) -> Result<Request> {
         deadline: Duration::from_secs(args.deadline),
         tvm_ffi: args.tvm_ffi.clone(),
         cudart: args.cudart.clone(),
+        on_host: args.compare == CompareArg::Host,
+        nvrtc: args.nvrtc.clone(),
     })
 }
 
@@ -360,6 +377,12 @@ fn report_json(report: &Report) -> Value {
         "memory": report.memory.iter().map(|(gpu, taken)| json!({
             "gpu": gpu, "allocated_mib": mib(taken.allocated_bytes), "fallen_mib": mib(taken.fallen_bytes),
         })).collect::<Vec<_>>(),
+        "compared_by": report.compared_by.word(),
+        "compared_by_why": match &report.compared_by {
+            ComparedBy::Host(why) => Some(why),
+            ComparedBy::Device { .. } => None,
+        },
+        "spent_s": report.spent,
         "elapsed_s": report.elapsed_s,
         "cases": report.played.iter().map(played_json).collect::<Vec<_>>(),
     })
@@ -404,7 +427,14 @@ fn report_text(report: &Report) -> String {
         (Transport::Ipc, false) => "a process for each rank, several on one GPU: transport not proven",
         (Transport::InProcess, _) => "all ranks in one process on one GPU: transport not proven",
     };
-    let _ = writeln!(text, "  {transport}\n");
+    let _ = writeln!(text, "  {transport}");
+    let _ = match &report.compared_by {
+        ComparedBy::Device { nvrtc: (major, minor), .. } => writeln!(
+            text,
+            "  inputs and comparison: kernels of ours on the GPU (NVRTC {major}.{minor}), and the host too in the first replay of each case\n"
+        ),
+        ComparedBy::Host(why) => writeln!(text, "  inputs and comparison: the host alone, since {why}\n"),
+    };
     let mut lines: BTreeMap<(String, &str), Line> = BTreeMap::new();
     for played in &report.played {
         let shot = played.case.oneshot().map_or("", |oneshot| if oneshot { "one-shot" } else { "two-shot" });
@@ -496,6 +526,8 @@ fn reasons(text: &mut String, report: &Report) {
     if !clusters.is_empty() {
         let _ = writeln!(text, "  cluster sizes: {} cases", clusters.join(", "));
     }
+    let parts: Vec<_> = report.spent.parts().iter().map(|(name, seconds)| format!("{name} {seconds:.1}")).collect();
+    let _ = writeln!(text, "  seconds of all workers together: {}", parts.join(", "));
     for (gpu, taken) in &report.memory {
         let (allocated, fallen) = (mib(taken.allocated_bytes), mib(taken.fallen_bytes));
         let _ = writeln!(text, "  GPU {gpu}: {allocated} MiB allocated at most; its free memory fell by {fallen} MiB");

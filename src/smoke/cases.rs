@@ -144,6 +144,21 @@ impl What {
         }
     }
 
+    /// Whether a residual is added and the norm taken.
+    pub fn norms(&self) -> bool {
+        match self {
+            Self::Fusion { .. } => self.pattern().is_some_and(|pattern| pattern.norm),
+            Self::Custom { path, .. } => path.norm(),
+            Self::MoeReduction { .. } | Self::MoeFinalize { .. } => true,
+            Self::Initialize | Self::InitializeAll => false,
+        }
+    }
+
+    /// Whether a norm is taken before the residual is added, too.
+    pub fn norms_first(&self) -> bool {
+        matches!(self, Self::Custom { path: Custom::PrePostOneShot | Custom::PrePostTwoShot, .. })
+    }
+
     pub fn quant(&self) -> Option<Quant> {
         match self {
             Self::MoeReduction { quant: true, .. } => Some(Quant::Fp4),

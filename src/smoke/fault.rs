@@ -17,6 +17,8 @@ pub enum Planted {
     Absent(usize),
     /// `smoke:dies:R`: its process ends there.
     Dies(usize),
+    /// `smoke:seed`: the GPU is given another seed for its inputs than the host.
+    Seed,
 }
 
 /// The fault that this process was told to plant; none is planted without.
@@ -32,6 +34,7 @@ fn read(text: &str) -> Option<Planted> {
         "stride" => Some(Planted::Stride),
         "unwritten" => Some(Planted::Unwritten),
         "few-tokens" => Some(Planted::FewTokens),
+        "seed" => Some(Planted::Seed),
         _ => match text.split_once(':')? {
             ("absent", text) => rank(text).map(Planted::Absent),
             ("dies", text) => rank(text).map(Planted::Dies),

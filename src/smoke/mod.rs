@@ -6,6 +6,9 @@
 //! | `numbers` | the number formats, and rounding to them |
 //! | `inputs` | the inputs of a replay, from a seed |
 //! | `reference` | what is right, and how far from it an output may be |
+//! | `arrays` | the arrays of a call, and what guards their ends |
+//! | `compare` | what was found in a replay, and comparing on the host |
+//! | `device` | making inputs and comparing on the GPU, by kernels of ours |
 //! | `layout` | sizes and layouts of workspaces and scale factors |
 //! | `signature` | which parameter list a function has; values bound to it by name |
 //! | `ffi` | the modules that touch foreign code: shared objects, the CUDA driver, TVM-FFI, NVRTC |
@@ -20,9 +23,13 @@
 //! which never comes cannot be stopped from inside its process, so the supervisor never touches the GPU, every wait has a
 //! deadline, and workers that do not answer are killed.
 //!
-//! Inputs are made and outputs compared on the host, in float64, by all its cores.
+//! Inputs are made and outputs compared on the GPU, by kernels of ours that NVRTC compiles; in the first replay of each case the
+//! host does both too, and the two must agree bit for bit. Without NVRTC the host does it alone, and the report says so.
 
+mod arrays;
 pub mod cases;
+mod compare;
+mod device;
 mod fault;
 pub mod ffi;
 mod inputs;
@@ -39,10 +46,13 @@ pub mod supervise;
 pub mod worker;
 
 use std::collections::BTreeSet;
+use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use pep440_rs::Version;
+use tempfile::NamedTempFile;
 
 use crate::cubin::usable::usable;
 use crate::cubin::{self, Inventory, Kind};
@@ -54,8 +64,9 @@ use crate::tables::calls::{FaultKind, calls};
 use crate::target;
 use cases::{Planned, Scope, Set};
 use ffi::driver::Driver;
-use protocol::Unknown;
-use report::Report;
+use ffi::nvrtc::Nvrtc;
+use protocol::{Spent, Unknown};
+use report::{ComparedBy, Report};
 use supervise::{Crew, Played, Supervisor, Transport, Verdict};
 
 /// What a user asks of `smoke`.
@@ -76,6 +87,9 @@ pub struct Request {
     pub deadline: Duration,
     pub tvm_ffi: Option<PathBuf>,
     pub cudart: Option<PathBuf>,
+    /// The host makes inputs and compares, even where the GPU could.
+    pub on_host: bool,
+    pub nvrtc: Option<PathBuf>,
 }
 
 /// What happens on the way, for a display.
@@ -92,7 +106,7 @@ pub enum Event<'a> {
 
 /// Runs the cases. An error means that nothing could be run; faults that cases show are in the report.
 pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, observe: &mut dyn FnMut(Event)) -> Result<Report> {
-    let started = Instant::now();
+    let (started, at) = (Instant::now(), jiff::Timestamp::now());
     let inventory = cubin::read(&request.artifact)?;
     let exports = exports(&inventory);
     if exports.is_empty() {
@@ -121,6 +135,7 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
     let sm = sm_of(&machine.devices, &gpus)?;
     runs_on(&inventory, sm, &request.artifact)?;
 
+    let compiling = compiling(request, environment, sm)?;
     let known: BTreeSet<i64> = calls().patterns.iter().map(|pattern| pattern.code).collect();
     let patterns = patterns(&inventory);
     let uncallable: BTreeSet<&str> = machine.unknown.iter().map(|unknown| unknown.function.as_str()).collect();
@@ -139,6 +154,7 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
         observe(Event::Step(format!("trying whether {most} ranks can read and write each other's memory")));
         platform_faults = supervisor.probe(most)?;
     }
+    let compared_by = compiled(compiling, &mut supervisor, request.nvrtc.is_some(), observe)?;
     let mut played = Vec::with_capacity(planned.len());
     for (at, one) in planned.iter().enumerate() {
         let one = if platform_faults.is_empty() {
@@ -151,6 +167,8 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
         played.push(one);
     }
     supervisor.finish();
+    let mut spent = Spent { starting: supervisor.starting(), ..Spent::default() };
+    played.iter().for_each(|one| spent.add(&one.outcome.spent));
     let mut remarks = if platform_faults.is_empty() { Vec::new() } else { platform::remarks() };
     if let Some(Manifest { target, run_on: Some(run_on), .. }) = &manifest {
         remarks.push(format!("what runs is the code of {target}, assembled for {run_on}: a test, not an artifact for this GPU"));
@@ -171,8 +189,58 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
         platform_faults,
         remarks,
         memory: supervisor.memory().clone(),
+        compared_by,
+        spent,
+        at,
         elapsed_s: started.elapsed().as_secs_f64(),
     })
+}
+
+/// The kernels that make inputs and check outputs, while they are compiled: in a file, with the CUDA of what compiles them.
+type Compiling = JoinHandle<std::result::Result<(NamedTempFile, (u32, u32)), String>>;
+
+/// Begins to compile our kernels for the GPU of `sm`; the inner error says why that cannot be.
+fn compiling(request: &Request, environment: Option<&Environment>, sm: u32) -> Result<std::result::Result<Compiling, String>> {
+    if request.on_host {
+        return Ok(Err("it was asked for (--compare host)".to_owned()));
+    }
+    let nvrtc = match libraries::nvrtc(request.nvrtc.as_deref(), environment) {
+        Ok(nvrtc) => nvrtc,
+        Err(error) if request.nvrtc.is_some() => return Err(error),
+        Err(_) => return Ok(Err("no libnvrtc is here to compile our kernels with (--nvrtc FILE names one)".to_owned())),
+    };
+    let compile = move || {
+        let nvrtc = Nvrtc::open(&nvrtc)?;
+        let cubin = nvrtc.compile(device::NAME, device::SOURCE, &device::OPTIONS, sm)?;
+        let file = NamedTempFile::new().and_then(|mut file| file.write_all(&cubin).map(|()| file));
+        file.map(|file| (file, nvrtc.version())).map_err(|error| format!("cannot write our kernels to a file: {error}"))
+    };
+    Ok(Ok(std::thread::spawn(compile)))
+}
+
+/// Gives the compiled kernels to the workers. Where that does not work the host compares, unless the compiler was `named`.
+fn compiled(
+    compiling: std::result::Result<Compiling, String>,
+    supervisor: &mut Supervisor,
+    named: bool,
+    observe: &mut dyn FnMut(Event),
+) -> Result<ComparedBy> {
+    let compiling = match compiling {
+        Ok(compiling) => compiling,
+        Err(why) => return Ok(ComparedBy::Host(why)),
+    };
+    observe(Event::Step("compiling the kernels that make inputs and compare".to_owned()));
+    let loaded = match compiling.join().expect("compiling does not panic") {
+        Ok((file, version)) => {
+            supervisor.load(file.path().to_owned())?.map(|()| ComparedBy::Device { nvrtc: version, _cubin: file })
+        }
+        Err(why) => Err(why),
+    };
+    match loaded {
+        Ok(by) => Ok(by),
+        Err(why) if named => Err(Error::machine("our kernels cannot be used on this GPU").because(why).hint("leave out --nvrtc")),
+        Err(why) => Ok(ComparedBy::Host(why)),
+    }
 }
 
 /// The cases that a request asks for, in order.

@@ -4,8 +4,10 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
+use tempfile::NamedTempFile;
+
 use super::ffi::driver::DeviceInfo;
-use super::protocol::Unknown;
+use super::protocol::{Spent, Unknown};
 use super::supervise::{Played, Taken, Transport, Verdict};
 
 /// A whole run.
@@ -33,7 +35,30 @@ pub struct Report {
     pub remarks: Vec<String>,
     /// The memory that was taken, by the ordinal of the GPU.
     pub memory: BTreeMap<usize, Taken>,
+    pub compared_by: ComparedBy,
+    /// Where the time of all workers together went.
+    pub spent: Spent,
+    /// When it began.
+    pub at: jiff::Timestamp,
     pub elapsed_s: f64,
+}
+
+/// Who makes inputs and compares outputs.
+#[derive(Debug)]
+pub enum ComparedBy {
+    /// The GPU, by kernels that this NVRTC compiled; and the host too in the first replay of each case.
+    Device { nvrtc: (u32, u32), _cubin: NamedTempFile },
+    /// The host alone, for the reason given.
+    Host(String),
+}
+
+impl ComparedBy {
+    pub fn word(&self) -> &'static str {
+        match self {
+            Self::Device { .. } => "device",
+            Self::Host(_) => "host",
+        }
+    }
 }
 
 /// How many cases ended how.
@@ -121,40 +146,73 @@ impl Played {
     }
 }
 
-/// The run as JUnit XML: one test case a case.
+/// The run as JUnit XML: one suite, one test case a case. Valid by the schema of Ant's own reports and by that of Jenkins.
 pub fn junit(report: &Report) -> String {
     let counts = report.counts();
     let mut xml = String::from("<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n");
-    let totals = format!(
-        "tests=\"{}\" failures=\"{}\" errors=\"0\" skipped=\"{}\" time=\"{:.3}\"",
+    let _ = writeln!(
+        xml,
+        "<testsuite name=\"fi-arch smoke {}\" timestamp=\"{}\" hostname=\"{}\" tests=\"{}\" failures=\"{}\" errors=\"{}\" skipped=\"{}\" time=\"{:.3}\">",
+        report.transport.word(),
+        report.at.strftime("%Y-%m-%dT%H:%M:%S"),
+        escape(&hostname()),
         report.played.len(),
         counts.failed,
-        counts.known_faults + counts.skipped + counts.not_run + counts.lost,
+        counts.lost,
+        counts.known_faults + counts.skipped + counts.not_run,
         report.elapsed_s
     );
-    let _ = writeln!(xml, "<testsuites {totals}>");
-    let name = format!("fi-arch smoke {} {}", report.transport.word(), report.artifact.display());
-    let _ = writeln!(xml, "  <testsuite name=\"{}\" {totals}>", escape(&name));
+    xml.push_str("  <properties>\n");
+    for (name, value) in properties(report) {
+        let _ = writeln!(xml, "    <property name=\"{name}\" value=\"{}\"/>", escape(&value));
+    }
+    xml.push_str("  </properties>\n");
     for played in &report.played {
         let seconds = played.outcome.micros.iter().sum::<f64>() * played.case.calls() as f64 / 1e6;
         let _ = write!(
             xml,
-            "    <testcase classname=\"{}\" name=\"{}\" time=\"{seconds:.6}\"",
+            "  <testcase classname=\"{}\" name=\"{}\" time=\"{seconds:.6}\"",
             escape(played.case.what.function()),
             escape(&played.case.to_string())
         );
-        let (tag, why) = match (&played.verdict, played.why()) {
+        let (tag, kind, why) = match (&played.verdict, played.why()) {
             (_, None) => {
                 xml.push_str("/>\n");
                 continue;
             }
-            (Verdict::Fail(_), Some(why)) => ("failure", why),
-            (_, Some(why)) => ("skipped", why),
+            (Verdict::Fail(_), Some(why)) => ("failure", " type=\"wrong\"", why),
+            // Nothing is proven of it, and not by choice.
+            (Verdict::Lost(_), Some(why)) => ("error", " type=\"lost\"", why),
+            (_, Some(why)) => ("skipped", "", why),
         };
-        let _ = writeln!(xml, ">\n      <{tag} message=\"{}\"/>\n    </testcase>", escape(why));
+        let _ = writeln!(xml, ">\n    <{tag}{kind} message=\"{}\"/>\n  </testcase>", escape(why));
     }
-    xml.push_str("  </testsuite>\n</testsuites>\n");
+    let faults: Vec<_> = report.platform_faults.iter().map(|fault| escape(fault)).collect();
+    let _ = writeln!(xml, "  <system-out></system-out>\n  <system-err>{}</system-err>\n</testsuite>", faults.join(" | "));
     xml
+}
+
+/// What a reader of the results must know of the run.
+fn properties(report: &Report) -> Vec<(&'static str, String)> {
+    let gpus = report.gpus.iter().filter_map(|at| report.devices.iter().find(|device| device.ordinal == *at));
+    let gpus: Vec<_> = gpus.map(|gpu| format!("{} (sm_{})", gpu.name, gpu.sm)).collect();
+    vec![
+        ("verdict", report.word().to_owned()),
+        ("artifact", report.artifact.display().to_string()),
+        ("flashinfer", report.flashinfer.clone().unwrap_or_else(|| "unknown".to_owned())),
+        ("targets", report.targets.join(", ")),
+        ("gpus", gpus.join(", ")),
+        ("driver_cuda", report.driver.clone()),
+        ("transport_proven", report.transport_proven.to_string()),
+        ("compared_by", report.compared_by.word().to_owned()),
+    ]
+}
+
+/// The name of this machine, as its kernel tells it.
+fn hostname() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let name = name.trim();
+    if name.is_empty() { "localhost".to_owned() } else { name.to_owned() }
 }
 
 /// Text as it may stand in an attribute. What XML cannot hold is left out.
@@ -205,6 +263,9 @@ mod tests {
             platform_faults: Vec::new(),
             remarks: Vec::new(),
             memory: BTreeMap::new(),
+            compared_by: ComparedBy::Host("no reason".into()),
+            spent: Spent::default(),
+            at: jiff::Timestamp::UNIX_EPOCH,
             elapsed_s: 1.5,
         }
     }
@@ -229,7 +290,7 @@ mod tests {
         let xml = junit(&report(vec![Verdict::Pass, Verdict::Fail("1 < 2 & \"3\"\u{1}".into()), Verdict::Skipped("s".into())]));
         assert_eq!(xml.matches("<testcase ").count(), 3);
         assert!(xml.contains("tests=\"3\" failures=\"1\" errors=\"0\" skipped=\"1\""), "{xml}");
-        assert!(xml.contains("<failure message=\"1 &lt; 2 &amp; &quot;3&quot;\"/>"), "{xml}");
+        assert!(xml.contains("<failure type=\"wrong\" message=\"1 &lt; 2 &amp; &quot;3&quot;\"/>"), "{xml}");
         assert!(xml.contains("a&lt;b&gt;.so"), "{xml}");
     }
 

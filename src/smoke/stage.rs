@@ -1,6 +1,5 @@
 //! A worker's side of the GPU: the ranks that it hosts, their memory, their graph, and its replays.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
@@ -8,20 +7,21 @@ use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 
+use super::arrays::{Array, byte_poison, guard, input_bytes, input_sizes, is_poison, output_sizes};
 use super::cases::{Case, REPLAYS, What};
+use super::compare::{self, Changed, Fails, Found};
+use super::device::{Checker, Host, Kernels};
 use super::fault::{Planted, planted};
 use super::ffi::driver::{self, Context, CudaError, Driver, Event, Executable, IpcHandle, Memory, PeerMemory, Stream};
 use super::ffi::tvm::{Argument, Element, Module, Place, Raised, Tensor};
 use super::inputs::{self, Inputs};
 use super::layout::{self, Workspace};
 use super::numbers::{DType, Floats};
-use super::protocol::{Launch, Outcome, Unknown, hex, unhex};
-use super::reference::{Distance, EPS, Expected, FP4_SCALE, FP8_SCALE, Outputs, POISON_BYTE, Sizes, Wrong};
+use super::protocol::{Clock, Launch, Outcome, Unknown, hex, unhex};
+use super::reference::{EPS, FP4_SCALE, FP8_SCALE, Outputs, Sizes};
 use super::signature::{self, Values};
 use crate::tables::calls::{Form, Quant, calls};
 
-/// Bytes behind an output that must stay as they are.
-const GUARD: usize = 64;
 /// What a Lamport buffer holds before the artifact initializes it.
 const STALE: u16 = 0x5a5a;
 /// Bytes that each rank writes to each other in the probe.
@@ -32,10 +32,10 @@ const PROBE_SLOT: usize = 1 << 16;
 pub enum Trouble {
     /// It cannot be run here.
     Skip(String),
-    /// The numbers, or the graph, are wrong; the GPU is well.
+    /// The graph, or what an initialization left, is wrong; the GPU is well.
     Wrong(String),
-    /// Every output was written, some with wrong numbers.
-    Off(String),
+    /// Host and GPU do not judge alike.
+    Ours(String),
     /// An error was raised.
     Failed(String),
     /// The GPU did not finish in time.
@@ -64,6 +64,8 @@ pub struct Stage {
     module: Module,
     forms: BTreeMap<&'static str, &'static Form>,
     pub unknown: Vec<Unknown>,
+    /// What makes inputs and checks outputs on the GPU; the host does both without.
+    kernels: Option<Kernels>,
     /// The stream from which the others fork.
     origin: Stream,
     deadline: Duration,
@@ -110,7 +112,28 @@ impl Stage {
         let driver = driver.version().map_err(lacks)?;
         let free_bytes = context.free_bytes().map_err(lacks)?;
         let (shared, peers) = (BTreeMap::new(), BTreeMap::new());
-        Ok(Self { device: info, devices, driver, context, module, forms, unknown, origin, deadline, free_bytes, shared, peers })
+        Ok(Self {
+            device: info,
+            devices,
+            driver,
+            context,
+            module,
+            forms,
+            unknown,
+            kernels: None,
+            origin,
+            deadline,
+            free_bytes,
+            shared,
+            peers,
+        })
+    }
+
+    /// Loads the kernels that make inputs and check outputs.
+    pub fn load(&mut self, cubin: &Path) -> Result<(), Trouble> {
+        let image = std::fs::read(cubin).map_err(|error| Trouble::Skip(format!("{}: {error}", cubin.display())))?;
+        self.kernels = Some(Kernels::load(&self.context, &image).map_err(|error| Trouble::Skip(error.to_string()))?);
+        Ok(())
     }
 
     /// What a hosted rank shares with the others; `bytes` are the same in every call.
@@ -174,10 +197,14 @@ impl Stage {
 
     /// Waits until a stream has nothing left to do.
     fn finish(&self, stream: &Stream) -> Result<(), Waited> {
+        self.wait_until(|| stream.is_done())
+    }
+
+    fn wait_until(&self, is_so: impl Fn() -> Result<bool, CudaError>) -> Result<(), Waited> {
         let until = Instant::now() + self.deadline;
         let mut pause = Duration::from_micros(5);
         loop {
-            if stream.is_done().map_err(Waited::Failed)? {
+            if is_so().map_err(Waited::Failed)? {
                 return Ok(());
             }
             if Instant::now() > until {
@@ -214,11 +241,31 @@ pub struct Play {
     replay: u32,
     /// Replays go on, and are compared, after one with wrong numbers.
     past_wrong: bool,
-    /// Inputs that come back, where there are more replays than sets of them.
+    /// Inputs that come back, where there are more replays than sets of them and the host makes them.
     sets: Vec<Set>,
-    /// The first and the last event of a replay.
-    events: (Event, Event),
+    marks: Vec<Marks>,
+    /// Makes inputs and checks outputs on the GPU, where it can.
+    checker: Option<Checker>,
 }
+
+/// Events around the steps of a replay that is under way: before its inputs are made, before and behind the artifact's kernels,
+/// and when it has been checked.
+#[derive(Debug)]
+struct Marks {
+    begin: Event,
+    launch: Event,
+    done: Event,
+    end: Event,
+}
+
+impl Marks {
+    fn new(context: &Context) -> Result<Self, CudaError> {
+        Ok(Self { begin: context.event()?, launch: context.event()?, done: context.event()?, end: context.event()? })
+    }
+}
+
+/// The most replays that are under way at once, where the GPU makes inputs and checks: nobody waits for the host in between.
+const UNDER_WAY: u32 = 8;
 
 /// The inputs of a replay: by call and rank.
 #[derive(Debug)]
@@ -249,24 +296,6 @@ struct Rank {
     arrays: BTreeMap<Array, Memory>,
 }
 
-/// Arrays of a call, each with all calls one behind the other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Array {
-    Main,
-    Residual,
-    Gamma,
-    GammaPre,
-    Bias,
-    Shared,
-    Scales,
-    Rows,
-    SumOut,
-    ResidualOut,
-    NormOut,
-    QuantOut,
-    ScalesOut,
-}
-
 impl Play {
     /// Allocates and initializes what the hosted ranks need.
     pub fn begin(
@@ -277,6 +306,7 @@ impl Play {
         shared_bytes: usize,
         past_wrong: bool,
     ) -> Result<Self, Trouble> {
+        let mut clock = Clock::start();
         let workspace = case.workspace();
         let sizes = Sizes::of(case);
         let mut hosted = Vec::new();
@@ -285,8 +315,13 @@ impl Play {
             hosted.push(Rank::new(stage, case, &whole, &workspace, &sizes, rank)?);
         }
         let ranks = hosted;
-        let events = (stage.context.event()?, stage.context.event()?);
-        let play = Self {
+        let under_way = if case.in_step() { 1 } else { UNDER_WAY.min(case.replays) };
+        let marks = (0..under_way).map(|_| Marks::new(&stage.context)).collect::<Result<_, _>>()?;
+        let hosts: Vec<Host> = ranks.iter().map(|rank| Host::new(rank.rank, &rank.arrays)).collect();
+        let checks = stage.kernels.is_some() && !matches!(case.what, What::Initialize | What::InitializeAll);
+        let checker =
+            checks.then(|| Checker::new(&stage.context, case, &sizes, &hosts, under_way as usize, &stage.origin)).transpose()?;
+        let mut play = Self {
             case: case.clone(),
             number,
             workspace,
@@ -298,9 +333,11 @@ impl Play {
             replay: 0,
             past_wrong,
             sets: Vec::new(),
-            events,
+            marks,
+            checker,
         };
         play.initialize(stage)?;
+        play.outcome.spent.setting_up = clock.lap();
         Ok(play)
     }
 
@@ -353,6 +390,7 @@ impl Play {
         if matches!(self.case.what, What::Initialize | What::InitializeAll) {
             return Ok(Vec::new());
         }
+        let mut clock = Clock::start();
         for (rank, addresses) in self.addresses.iter_mut().enumerate() {
             let base =
                 stage.address_of(rank).ok_or_else(|| Trouble::Failed(format!("the memory of rank {rank} is not mapped")))?;
@@ -361,7 +399,9 @@ impl Play {
         for rank in &mut self.ranks {
             rank.tables(stage, &self.case, &self.workspace, &self.addresses)?;
         }
-        self.capture(stage)
+        let launches = self.capture(stage)?;
+        self.outcome.spent.setting_up += clock.lap();
+        Ok(launches)
     }
 
     /// One graph in which each rank's calls follow each other and no rank waits for another.
@@ -424,43 +464,165 @@ impl Play {
         Ok(())
     }
 
-    /// Runs the next replay; true when it was the last.
+    /// Runs the next replay, or the next ones; true when the last was among them.
     pub fn replay(&mut self, stage: &Stage) -> Result<bool, Trouble> {
         if self.graph.is_none() {
             // The initializations were looked at before.
             self.outcome.right = 1;
             return Ok(true);
         }
-        let calls = self.case.calls();
+        match (self.checker.take(), &stage.kernels) {
+            (Some(checker), Some(kernels)) => {
+                let replayed = self.replay_on_device(stage, kernels, &checker);
+                self.checker = Some(checker);
+                replayed?;
+            }
+            _ => self.replay_on_host(stage)?,
+        }
+        // Where other workers hold ranks, they would wait for ever for one that stops.
+        let alone = self.ranks.len() == self.case.ranks;
+        Ok(self.replay == self.case.replays || (alone && self.outcome.wrong.is_some() && !self.past_wrong))
+    }
+
+    /// One replay, whose inputs the host makes and whose outputs it checks.
+    fn replay_on_host(&mut self, stage: &Stage) -> Result<(), Trouble> {
+        let mut clock = Clock::start();
         let at = self.prepare();
+        self.outcome.spent.making_inputs += clock.lap();
         for rank in &self.ranks {
             rank.write_inputs(&self.sets[at].inputs, &stage.origin)?;
             rank.poison_outputs(&self.case, self.replay, &stage.origin)?;
         }
-        let graph = self.graph.as_ref().expect("looked at above");
-        self.events.0.record(&stage.origin)?;
-        stage.origin.launch(graph)?;
-        self.events.1.record(&stage.origin)?;
+        self.launch(stage, 0)?;
+        self.outcome.spent.copying += clock.lap();
         stage.finish(&stage.origin).map_err(|waited| self.hung(waited))?;
-        self.outcome.micros.push(self.events.1.micros_since(&self.events.0)? / calls as f64);
+        self.outcome.spent.artifact += clock.lap();
+        self.take_time(0)?;
         if self.outcome.wrong.is_none() || self.past_wrong {
-            match self.compare(at) {
-                Ok(distance) => {
-                    self.outcome.right += 1;
-                    self.outcome.error = self.outcome.error.max(distance.relative);
-                    self.outcome.of_bound = self.outcome.of_bound.max(distance.of_bound);
+            let (outputs, mut changed) = self.read_outputs()?;
+            self.outcome.spent.copying += clock.lap();
+            let last = self.replay + 1 == self.case.replays;
+            let again = self.sets[at].right.as_ref() == Some(&outputs) && changed.is_none() && !last;
+            if again {
+                self.outcome.right += 1;
+            } else {
+                let all = &self.sets[at].inputs;
+                if last {
+                    changed = self.changed_input(all)?.or(changed);
                 }
-                Err(trouble @ (Trouble::Wrong(_) | Trouble::Off(_))) => {
-                    self.outcome.beyond_a_race |= matches!(trouble, Trouble::Wrong(_));
-                    self.outcome.wrong.get_or_insert_with(|| format!("replay {}: {trouble}", self.replay + 1));
+                let rows = compare::on_host(&self.case, all, &self.hosted().collect::<Vec<_>>(), &outputs);
+                self.settle(&Found { rows, changed });
+                if self.case.replays > SETS && self.outcome.wrong.is_none() {
+                    self.sets[at].right = Some(outputs);
                 }
-                Err(other) => return Err(other),
             }
+            self.outcome.spent.checking += clock.lap();
         }
         self.replay += 1;
-        // Where other workers hold ranks, they would wait for ever for one that stops.
-        let alone = self.ranks.len() == self.case.ranks;
-        Ok(self.replay == self.case.replays || (alone && self.outcome.wrong.is_some() && !self.past_wrong))
+        Ok(())
+    }
+
+    /// The next replays, as many as can be under way at once: the GPU makes the inputs and checks the outputs itself. The first
+    /// one goes alone, and the host does all of it once more.
+    fn replay_on_device(&mut self, stage: &Stage, kernels: &Kernels, checker: &Checker) -> Result<(), Trouble> {
+        let first = self.replay == 0;
+        let left = self.case.replays - self.replay;
+        let count = if first { 1 } else { left.min(self.marks.len() as u32) };
+        let mut clock = Clock::start();
+        checker.forget(&stage.origin)?;
+        for slot in 0..count {
+            let replay = self.replay + slot;
+            let mut seed = inputs::seed(self.number, replay);
+            if planted() == Some(Planted::Seed) {
+                seed = !seed;
+            }
+            self.marks[slot as usize].begin.record(&stage.origin)?;
+            checker.make(kernels, seed, &stage.origin)?;
+            for rank in &self.ranks {
+                rank.poison_outputs(&self.case, replay, &stage.origin)?;
+            }
+            self.launch(stage, slot as usize)?;
+            checker.check(kernels, seed, slot as usize, &stage.origin)?;
+            self.marks[slot as usize].end.record(&stage.origin)?;
+        }
+        self.outcome.spent.copying += clock.lap();
+        if first {
+            self.prepare();
+            self.outcome.spent.making_inputs += clock.lap();
+        }
+        for slot in 0..count as usize {
+            let end = &self.marks[slot].end;
+            stage.wait_until(|| end.is_past()).map_err(|waited| self.hung(waited))?;
+            self.take_time(slot)?;
+            let Marks { begin, launch, done, end } = &self.marks[slot];
+            let seconds = |from: &Event, to: &Event| to.micros_since(from).map(|micros| micros / 1e6);
+            let spent = &mut self.outcome.spent;
+            spent.making_inputs += seconds(begin, launch)?;
+            spent.artifact += seconds(launch, done)?;
+            spent.checking += seconds(done, end)?;
+        }
+        clock.lap();
+        let found = checker.found(count as usize)?;
+        self.outcome.spent.copying += clock.lap();
+        if first {
+            self.check_checker(&found[0])?;
+            self.outcome.spent.checking += clock.lap();
+        }
+        for found in &found {
+            if self.outcome.wrong.is_none() || self.past_wrong {
+                self.settle(found);
+            }
+            self.replay += 1;
+        }
+        Ok(())
+    }
+
+    /// Does on the host what the GPU did in the first replay; what it `found` must be the same.
+    fn check_checker(&mut self, found: &Found) -> Result<(), Trouble> {
+        let (outputs, behind) = self.read_outputs()?;
+        let all = &self.sets[0].inputs;
+        let hosted: Vec<usize> = self.hosted().collect();
+        let changed = self.changed_input(all)?.into_iter().chain(behind).min_by_key(|one| {
+            let at = hosted.iter().position(|rank| *rank == one.rank);
+            (at, one.call, one.array)
+        });
+        let on_host = Found { rows: compare::on_host(&self.case, all, &hosted, &outputs), changed };
+        self.sets.clear();
+        match on_host.difference(found) {
+            None => Ok(()),
+            Some(what) => Err(Trouble::Ours(format!("{}: host and GPU: {what}", self.case))),
+        }
+    }
+
+    /// Puts the graph on the stream, between two marks.
+    fn launch(&self, stage: &Stage, slot: usize) -> Result<(), Trouble> {
+        let graph = self.graph.as_ref().expect("a case with a graph is replayed");
+        self.marks[slot].launch.record(&stage.origin)?;
+        stage.origin.launch(graph)?;
+        self.marks[slot].done.record(&stage.origin)?;
+        Ok(())
+    }
+
+    /// Notes how long a replay that has ended took.
+    fn take_time(&mut self, slot: usize) -> Result<(), Trouble> {
+        let Marks { launch, done, .. } = &self.marks[slot];
+        self.outcome.micros.push(done.micros_since(launch)? / self.case.calls() as f64);
+        Ok(())
+    }
+
+    /// Notes what was found in this replay.
+    fn settle(&mut self, found: &Found) {
+        match found.verdict(self.case.hidden) {
+            Ok(distance) => {
+                self.outcome.right += 1;
+                self.outcome.error = self.outcome.error.max(distance.relative);
+                self.outcome.of_bound = self.outcome.of_bound.max(distance.of_bound);
+            }
+            Err(Fails { what, beyond_a_race }) => {
+                self.outcome.beyond_a_race |= beyond_a_race;
+                self.outcome.wrong.get_or_insert_with(|| format!("replay {}: {what}", self.replay + 1));
+            }
+        }
     }
 
     pub fn replays_done(&self) -> u32 {
@@ -475,8 +637,9 @@ impl Play {
         &self.case
     }
 
-    /// What came of it.
-    pub fn outcome(&mut self, stage: &Stage) -> Result<Outcome, Trouble> {
+    /// What came of it, after so many seconds of `waiting` for orders.
+    pub fn outcome(&mut self, stage: &Stage, waiting: f64) -> Result<Outcome, Trouble> {
+        self.outcome.spent.waiting = waiting;
         let (allocated_bytes, free_bytes) = (stage.context.most_allocated(), stage.context.free_bytes()?);
         Ok(Outcome { allocated_bytes, free_bytes, ..std::mem::take(&mut self.outcome) })
     }
@@ -494,63 +657,37 @@ impl Play {
             }
         }
         let (case, seed) = (&self.case, inputs::seed(self.number, self.replay));
-        let of_call = |call| (0..case.ranks).into_par_iter().map(|rank| inputs::make(case, seed, call, rank)).collect();
+        let hosted: Vec<usize> = self.hosted().collect();
+        let of_rank = |call, rank| {
+            let make = if hosted.contains(&rank) { inputs::make } else { inputs::make_reduced };
+            make(case, seed, call, rank)
+        };
+        let of_call = |call| (0..case.ranks).into_par_iter().map(|rank| of_rank(call, rank)).collect();
         let inputs = (0..case.calls()).map(of_call).collect();
         self.sets.push(Set { inputs, right: None });
         self.sets.len() - 1
     }
 
-    /// Holds all outputs of a replay against what is right for the set of inputs `at`.
-    fn compare(&mut self, at: usize) -> Result<Distance, Trouble> {
-        let calls = self.case.calls();
-        let mut outputs: Vec<Vec<Outputs>> = Vec::new();
+    /// What every hosted rank's calls wrote, by rank and call, and the first of them that wrote behind an output.
+    fn read_outputs(&self) -> Result<(Vec<Vec<Outputs>>, Option<Changed>), Trouble> {
+        let mut first = None;
+        let mut all = Vec::new();
         for rank in &self.ranks {
-            let of_rank = rank.read_outputs(&self.case, &self.sizes).map_err(|trouble| trouble.at(rank.rank))?;
-            outputs.push(of_rank);
+            let (outputs, changed) = rank.read_outputs(&self.case, &self.sizes)?;
+            first = first.or(changed);
+            all.push(outputs);
         }
-        let all = &self.sets[at].inputs;
-        if self.sets[at].right.as_ref() == Some(&outputs) && self.replay + 1 < self.case.replays {
-            return Ok(Distance::default());
-        }
-        // Handles of the driver stay in this thread.
-        let (case, hosted) = (&self.case, self.hosted().collect::<Vec<_>>());
-        let rows: Vec<(usize, usize)> =
-            (0..calls).flat_map(|call| (0..self.case.tokens).map(move |token| (call, token))).collect();
-        let found: Vec<Result<Distance, (usize, usize, usize, Wrong)>> = rows
-            .into_par_iter()
-            .map(|(call, token)| {
-                let expected = Expected::new(case, &all[call], token);
-                hosted.iter().zip(&outputs).try_fold(Distance::default(), |distance, (&rank, outputs)| {
-                    let found = expected.check(rank, &outputs[call]);
-                    found.map(|found| distance.max(found)).map_err(|wrong| (call, rank, token, wrong))
-                })
-            })
-            .collect();
-        let rows_wrong = found.iter().filter(|row| row.is_err()).count();
-        let any_unwritten = found.iter().any(|row| row.as_ref().is_err_and(|(.., wrong)| wrong.unwritten > 0));
-        let rows = found.len();
-        let mut distance = Distance::default();
-        for row in found {
-            match row {
-                Ok(one) => distance = distance.max(one),
-                Err((call, rank, token, wrong)) => {
-                    let what = format!(
-                        "rank {rank}, call {call}, token {token}: {} ({rows_wrong} of {rows} tokens are wrong)",
-                        describe(&wrong, self.case.hidden)
-                    );
-                    return Err(if any_unwritten { Trouble::Wrong(what) } else { Trouble::Off(what) });
-                }
+        Ok((all, first))
+    }
+
+    /// The first input of a hosted rank that is no longer what was written.
+    fn changed_input(&self, all: &[Vec<Inputs>]) -> Result<Option<Changed>, Trouble> {
+        for rank in &self.ranks {
+            if let Some(changed) = rank.changed_input(&self.case, all)? {
+                return Ok(Some(changed));
             }
         }
-        if self.replay + 1 == self.case.replays {
-            for rank in &self.ranks {
-                rank.inputs_are_untouched(all)?;
-            }
-        }
-        if self.case.replays > SETS {
-            self.sets[at].right = Some(outputs);
-        }
-        Ok(distance)
+        Ok(None)
     }
 
     fn hung(&self, waited: Waited) -> Trouble {
@@ -698,30 +835,10 @@ fn launches(kernels: Vec<driver::Kernel>) -> Vec<(Launch, u32)> {
     found
 }
 
-fn describe(wrong: &Wrong, hidden: usize) -> String {
-    let Wrong { output, count, unwritten, column, got, least, most } = wrong;
-    if unwritten == count {
-        return format!("{output}: {count} elements of {hidden} were never written, the first at {column}");
-    }
-    let never = if *unwritten > 0 { format!(", {unwritten} of them never written") } else { String::new() };
-    format!(
-        "{output}: {count} elements are wrong{never}; the first, at {column}, is {got:.6e} and must be in {least:.6e} to {most:.6e}"
-    )
-}
-
-impl Trouble {
-    fn at(self, rank: usize) -> Self {
-        match self {
-            Self::Wrong(what) => Self::Wrong(format!("rank {rank}: {what}")),
-            other => other,
-        }
-    }
-}
-
 impl fmt::Display for Trouble {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Skip(why) | Self::Wrong(why) | Self::Off(why) | Self::Failed(why) => f.write_str(why),
+            Self::Skip(why) | Self::Wrong(why) | Self::Ours(why) | Self::Failed(why) => f.write_str(why),
             Self::Hung { replay, standing } => write!(f, "hung in replay {}: {}", replay + 1, standing.join("; ")),
         }
     }
@@ -739,12 +856,10 @@ impl Rank {
     ) -> Result<Self, Trouble> {
         let shared = workspace.offsets().zip(&workspace.buffers).map(|(offset, bytes)| whole.part(offset, *bytes)).collect();
         let context = &stage.context;
-        // One call's worth tells the sizes; what it holds does not matter.
-        let example = inputs::make(case, 0, 0, rank);
         let mut arrays = BTreeMap::new();
-        for (array, bytes) in input_bytes(&example) {
-            if !bytes.is_empty() {
-                arrays.insert(array, context.alloc(bytes.len() * case.calls())?);
+        for (array, bytes) in input_sizes(case) {
+            if bytes > 0 {
+                arrays.insert(array, context.alloc(bytes * case.calls())?);
             }
         }
         for (array, bytes) in output_sizes(case, sizes) {
@@ -796,7 +911,8 @@ impl Rank {
         Ok(())
     }
 
-    fn inputs_are_untouched(&self, all: &[Vec<Inputs>]) -> Result<(), Trouble> {
+    /// The first input that is no longer what was written.
+    fn changed_input(&self, case: &Case, all: &[Vec<Inputs>]) -> Result<Option<Changed>, Trouble> {
         for (call, inputs) in all.iter().enumerate() {
             for (array, bytes) in input_bytes(&inputs[self.rank]) {
                 if bytes.is_empty() {
@@ -805,11 +921,13 @@ impl Rank {
                 let mut now = vec![0; bytes.len()];
                 self.arrays[&array].read_at(call * bytes.len(), &mut now)?;
                 if now[..] != bytes[..] {
-                    return Err(Trouble::Wrong(format!("rank {}, call {call}: the input {array:?} was overwritten", self.rank)));
+                    let size = case.dtype.size();
+                    let words = now.chunks(size).zip(bytes.chunks(size)).filter(|(now, made)| now != made).count();
+                    return Ok(Some(Changed { rank: self.rank, call, array, count: words as u64 }));
                 }
             }
         }
-        Ok(())
+        Ok(None)
     }
 
     fn poison_outputs(&self, case: &Case, replay: u32, stream: &Stream) -> Result<(), Trouble> {
@@ -823,18 +941,19 @@ impl Rank {
         Ok(())
     }
 
-    /// What every call wrote. Fails where one wrote behind its output.
-    fn read_outputs(&self, case: &Case, sizes: &Sizes) -> Result<Vec<Outputs>, Trouble> {
+    /// What every call wrote, and the first that wrote behind its output.
+    fn read_outputs(&self, case: &Case, sizes: &Sizes) -> Result<(Vec<Outputs>, Option<Changed>), Trouble> {
         let mut calls = vec![Outputs::none(); case.calls()];
-        for (array, size) in output_sizes(case, sizes) {
-            let Some(memory) = self.arrays.get(&array).filter(|_| size > 0) else { continue };
-            let stride = size + guard(case, array);
-            for (call, outputs) in calls.iter_mut().enumerate() {
+        let mut first = None;
+        for (call, outputs) in calls.iter_mut().enumerate() {
+            for (array, size) in output_sizes(case, sizes) {
+                let Some(memory) = self.arrays.get(&array).filter(|_| size > 0) else { continue };
+                let stride = size + guard(case, array);
                 let mut held = vec![0; stride];
                 memory.read_at(call * stride, &mut held)?;
-                let changed = held[size..].iter().filter(|byte| !is_poison(case, array, **byte)).count();
-                if changed > 0 {
-                    return Err(Trouble::Wrong(format!("call {call}: {changed} bytes behind {array:?} were written")));
+                let count = held[size..].iter().filter(|byte| !is_poison(case, array, **byte)).count() as u64;
+                if count > 0 {
+                    first.get_or_insert(Changed { rank: self.rank, call, array, count });
                 }
                 held.truncate(size);
                 match array {
@@ -846,7 +965,7 @@ impl Rank {
                 }
             }
         }
-        Ok(calls)
+        Ok((calls, first))
     }
 
     /// Where the rank stands, by what its kernels left in its counters.
@@ -866,56 +985,6 @@ impl Rank {
             Ok(None) => format!("rank {}: its counters cannot be read in time", self.rank),
             Err(error) => format!("rank {}: its counters cannot be read ({error})", self.rank),
         }
-    }
-}
-
-/// The inputs of a call as they lie in memory.
-fn input_bytes(inputs: &Inputs) -> [(Array, Cow<'_, [u8]>); 8] {
-    [
-        (Array::Main, inputs.main.bytes().into()),
-        (Array::Residual, inputs.residual.bytes().into()),
-        (Array::Gamma, inputs.gamma.bytes().into()),
-        (Array::GammaPre, inputs.gamma_pre.bytes().into()),
-        (Array::Bias, inputs.bias.bytes().into()),
-        (Array::Shared, inputs.shared.bytes().into()),
-        (Array::Scales, inputs.scales.bytes().into()),
-        (Array::Rows, inputs.rows.iter().flat_map(|row| row.to_le_bytes()).collect::<Vec<_>>().into()),
-    ]
-}
-
-/// The bytes of each output of one call, without what guards its end.
-fn output_sizes(case: &Case, sizes: &Sizes) -> [(Array, usize); 5] {
-    let element = case.dtype.size();
-    [
-        (Array::SumOut, sizes.sum * element),
-        (Array::ResidualOut, sizes.residual * element),
-        (Array::NormOut, sizes.norm * element),
-        (Array::QuantOut, sizes.quant),
-        (Array::ScalesOut, sizes.scales),
-    ]
-}
-
-/// The bytes that guard the end of an output: a row of elements.
-fn guard(case: &Case, array: Array) -> usize {
-    match array {
-        Array::QuantOut | Array::ScalesOut => GUARD,
-        _ => case.hidden * case.dtype.size(),
-    }
-}
-
-/// What a byte of a quantized output holds before a call.
-fn byte_poison(case: &Case, array: Array, replay: u32) -> u8 {
-    match (array, case.what.quant()) {
-        // Every code of four bits is a number: two that take turns, so that one that stays is seen.
-        (Array::QuantOut, Some(Quant::Fp4)) => [0x55, 0xaa][replay as usize % 2],
-        _ => POISON_BYTE,
-    }
-}
-
-fn is_poison(case: &Case, array: Array, byte: u8) -> bool {
-    match array {
-        Array::QuantOut | Array::ScalesOut => [0, 1].iter().any(|replay| byte_poison(case, array, *replay) == byte),
-        _ => (case.dtype.poison() as u16).to_le_bytes().contains(&byte),
     }
 }
 

@@ -17,6 +17,7 @@ use super::protocol::{Answer, Launch, Line, Order, Outcome, Unknown};
 use crate::cancel;
 use crate::env;
 use crate::error::{Error, Result};
+use crate::exit::Exit;
 use crate::tables::calls::{Fault, FaultKind};
 
 /// How long a worker may take to start: the driver, the libraries, the artifact.
@@ -119,6 +120,10 @@ pub struct Supervisor {
     /// Bytes that a rank shares with the others; 0 while the cases are not known.
     shared_bytes: usize,
     memory: BTreeMap<usize, Taken>,
+    /// Seconds that workers took to start.
+    starting: f64,
+    /// The kernels that make inputs and check outputs, compiled; without them the host does both.
+    cubin: Option<PathBuf>,
 }
 
 /// The memory of a GPU that a run took.
@@ -172,6 +177,8 @@ impl Supervisor {
             handles: Vec::new(),
             shared_bytes: 0,
             memory: BTreeMap::new(),
+            starting: 0.0,
+            cubin: None,
         }
     }
 
@@ -248,6 +255,39 @@ impl Supervisor {
         self.order(count, |_| Order::Map { handles: handles.clone() });
         let faults = probed(self.gather(count)?);
         if faults.is_empty() { Ok(()) } else { Err(self.dismiss(&faults.join("; "))) }
+    }
+
+    /// Seconds that all workers took to start, together.
+    pub fn starting(&self) -> f64 {
+        self.starting
+    }
+
+    /// Has all workers, and those that come later, make inputs and check outputs on the GPU, with these compiled kernels. Where
+    /// that does not work, the inner error says why, and the host goes on doing both.
+    pub fn load(&mut self, cubin: PathBuf) -> Result<Result<(), String>> {
+        self.cubin = Some(cubin);
+        match self.load_in(0) {
+            Err(Gone::Never(error)) => Err(error),
+            Err(Gone::Lost(how)) => {
+                self.cubin = None;
+                Ok(Err(how))
+            }
+            Ok(()) => Ok(Ok(())),
+        }
+    }
+
+    /// Has the workers from `first` on load the kernels.
+    fn load_in(&mut self, first: usize) -> Result<(), Gone> {
+        let (Some(cubin), count) = (self.cubin.clone(), self.workers.len()) else { return Ok(()) };
+        for at in first..count {
+            self.order_one(at, &Order::Load { cubin: cubin.clone() });
+        }
+        for answer in self.gather_within(first..count, self.crew.deadline + GRACE)? {
+            if !matches!(answer, Answer::Loaded) {
+                return Err(self.dismiss(&said(&answer)));
+            }
+        }
+        Ok(())
     }
 
     /// The memory that was taken, by the ordinal of the GPU.
@@ -401,6 +441,7 @@ impl Supervisor {
             }
         }
         self.opened(first.max(1), count)?;
+        self.load_in(first)?;
         let to_share = self.crew.transport == Transport::Ipc && self.shared_bytes > 0 && self.handles.len() < count;
         if to_share { self.exchange(count) } else { Ok(()) }
     }
@@ -412,7 +453,8 @@ impl Supervisor {
         }
         for (answer, at) in self.gather_within(from..to, START)?.into_iter().zip(from..) {
             match answer {
-                Answer::Opened { devices, driver, tvm_ffi, unknown, free_bytes } => {
+                Answer::Opened { devices, driver, tvm_ffi, unknown, free_bytes, seconds } => {
+                    self.starting += seconds;
                     self.machine.get_or_insert(Machine { devices, driver, tvm_ffi, unknown });
                     let gpus = self.gpus();
                     let first = || Taken { free_at_first: free_bytes, ..Taken::default() };
@@ -427,7 +469,7 @@ impl Supervisor {
                 }
                 Answer::Broken(why) => {
                     return Err(Gone::Never(
-                        Error::new(crate::exit::Exit::Fault, "the artifact cannot be loaded")
+                        Error::new(Exit::Fault, "the artifact cannot be loaded")
                             .because(why)
                             .hint("`fi-arch inspect ARTIFACT` shows what it needs; --cudart and --tvm-ffi name other libraries"),
                     ));
@@ -520,6 +562,13 @@ impl Supervisor {
                         Some(Answer::Failed(why)) => {
                             let standing = self.standing();
                             return Err(self.dismiss(&format!("{}: {why}{standing}", self.name(at))));
+                        }
+                        Some(Answer::Ours(why)) => {
+                            let told = Error::new(Exit::Bug, "this program's own kernels and its own reference do not agree")
+                                .because(why)
+                                .hint("that is a fault of fi-arch, not of the artifact: please report it; --compare host runs without the kernels");
+                            self.dismiss("no verdict can be trusted");
+                            return Err(Gone::Never(told));
                         }
                         Some(answer) if who.contains(&at) => {
                             found[at - who.start] = Some(answer);
@@ -676,6 +725,7 @@ fn merge(all: &mut Outcome, one: &Outcome) {
         all.wrong.clone_from(&one.wrong);
     }
     all.beyond_a_race |= one.beyond_a_race;
+    all.spent.add(&one.spent);
     all.right = if all.micros.is_empty() { one.right } else { all.right.min(one.right) };
     all.error = all.error.max(one.error);
     all.of_bound = all.of_bound.max(one.of_bound);
@@ -690,7 +740,7 @@ fn merge(all: &mut Outcome, one: &Outcome) {
 /// An answer that was not hoped for, in words.
 fn said(answer: &Answer) -> String {
     match answer {
-        Answer::Skipped(why) | Answer::Failed(why) | Answer::Lacks(why) | Answer::Broken(why) => why.clone(),
+        Answer::Skipped(why) | Answer::Failed(why) | Answer::Lacks(why) | Answer::Broken(why) | Answer::Ours(why) => why.clone(),
         Answer::Ended(Outcome { wrong: Some(what), .. }) => what.clone(),
         other => format!("a worker answered out of turn ({other:?})"),
     }

@@ -608,6 +608,14 @@ impl Event {
         call!(cuEventRecordWithFlags(self.event, stream.stream, flags))
     }
 
+    /// Whether all work before it is done; an error where it failed.
+    pub fn is_past(&self) -> Result<bool> {
+        match unsafe { sys::cuEventQuery(self.event) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            other => check("cuEventQuery", other).map(|()| true),
+        }
+    }
+
     /// Microseconds from `earlier` to this; both must have passed.
     pub fn micros_since(&self, earlier: &Self) -> Result<f64> {
         let mut millis = 0f32;

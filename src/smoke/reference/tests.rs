@@ -32,7 +32,7 @@ fn normed(dtype: DType, row: &[f32], gamma: &[f32]) -> Vec<f32> {
 }
 
 /// What the kernels would write for `rank`.
-fn kernel(case: &Case, inputs: &[Inputs], rank: usize) -> Outputs {
+pub fn kernel(case: &Case, inputs: &[Inputs], rank: usize) -> Outputs {
     let (dtype, hidden) = (case.dtype, case.hidden);
     let sizes = Sizes::of(case);
     let mut outputs =
