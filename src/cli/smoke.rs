@@ -347,6 +347,12 @@ fn report_json(report: &Report) -> Value {
     let counts = report.counts();
     let problem = |code: &str, message: &str| json!({ "code": code, "message": message });
     let mut problems: Vec<Value> = report.platform_faults.iter().map(|fault| problem("platform", fault)).collect();
+    problems.extend(
+        report
+            .explanations()
+            .iter()
+            .map(|remark| json!({ "code": "platform-remark", "message": remark.what, "hint": remark.hint })),
+    );
     problems.extend(report.played.iter().filter_map(|played| match &played.verdict {
         Verdict::Fail(why) => Some(problem("wrong", &format!("{}: {why}", played.case))),
         _ => None,
@@ -373,6 +379,7 @@ fn report_json(report: &Report) -> Value {
         "not_called": report.not_called,
         "unknown_patterns": report.unknown_patterns,
         "problems": problems,
+        "platform": report.platform,
         "remarks": report.remarks,
         "memory": report.memory.iter().map(|(gpu, taken)| json!({
             "gpu": gpu, "allocated_mib": mib(taken.allocated_bytes), "fallen_mib": mib(taken.fallen_bytes),
@@ -486,7 +493,10 @@ fn report_text(report: &Report) -> String {
 /// What failed, and why cases were left out, each reason once.
 fn reasons(text: &mut String, report: &Report) {
     for fault in &report.platform_faults {
-        let _ = writeln!(text, "  platform: {fault}");
+        let _ = writeln!(text, "  the platform, not the kernel: {fault}");
+    }
+    for remark in report.explanations() {
+        let _ = writeln!(text, "  the platform: {}\n    hint: {}", remark.what, remark.hint);
     }
     for remark in &report.remarks {
         let _ = writeln!(text, "  remark: {remark}");

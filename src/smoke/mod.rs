@@ -149,10 +149,14 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
     supervisor.will_share(to_run().map(|one| one.case.workspace().bytes()).max().unwrap_or(0));
     let most = to_run().map(|one| one.case.ranks).max().unwrap_or(0);
     let transport_proven = supervisor.one_gpu_a_rank(most) && most > 1;
+    let addresses: Vec<String> =
+        machine.devices.iter().filter(|device| gpus.contains(&device.ordinal)).map(|device| device.pci.clone()).collect();
+    let platform = platform::look(&addresses);
     let mut platform_faults = Vec::new();
     if request.transport == Transport::Ipc && most > 1 {
         observe(Event::Step(format!("trying whether {most} ranks can read and write each other's memory")));
         platform_faults = supervisor.probe(most)?;
+        platform_faults.extend(platform::namespaces_apart(&supervisor.processes_of_ranks()));
     }
     let compared_by = compiled(compiling, &mut supervisor, request.nvrtc.is_some(), observe)?;
     let mut played = Vec::with_capacity(planned.len());
@@ -160,7 +164,8 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
         let one = if platform_faults.is_empty() {
             supervisor.play(at as u64, one)?
         } else {
-            let verdict = Verdict::NotRun("the ranks cannot read and write each other's memory".to_owned());
+            let why = "the platform, not the kernel: the ranks cannot read and write each other's memory";
+            let verdict = Verdict::NotRun(why.to_owned());
             Played::new(one, verdict)
         };
         observe(Event::Played { at: at + 1, of: planned.len(), played: &one });
@@ -169,7 +174,7 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
     supervisor.finish();
     let mut spent = Spent { starting: supervisor.starting(), ..Spent::default() };
     played.iter().for_each(|one| spent.add(&one.outcome.spent));
-    let mut remarks = if platform_faults.is_empty() { Vec::new() } else { platform::remarks() };
+    let mut remarks = Vec::new();
     if let Some(Manifest { target, run_on: Some(run_on), .. }) = &manifest {
         remarks.push(format!("what runs is the code of {target}, assembled for {run_on}: a test, not an artifact for this GPU"));
     }
@@ -187,6 +192,7 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
         played,
         unknown_patterns: patterns.difference(&known).copied().collect(),
         platform_faults,
+        platform,
         remarks,
         memory: supervisor.memory().clone(),
         compared_by,

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use tempfile::NamedTempFile;
 
 use super::ffi::driver::DeviceInfo;
+use super::platform::{Platform, Remark};
 use super::protocol::{Spent, Unknown};
 use super::supervise::{Played, Taken, Transport, Verdict};
 
@@ -32,6 +33,7 @@ pub struct Report {
     pub unknown_patterns: Vec<i64>,
     /// What does not work between the GPUs, whatever is run on them.
     pub platform_faults: Vec<String>,
+    pub platform: Platform,
     pub remarks: Vec<String>,
     /// The memory that was taken, by the ordinal of the GPU.
     pub memory: BTreeMap<usize, Taken>,
@@ -103,6 +105,11 @@ impl Report {
             (false, false) => "platform",
             (false, true) => "fail",
         }
+    }
+
+    /// What of the platform explains its faults, and what to do; nothing where it has none.
+    pub fn explanations(&self) -> Vec<Remark> {
+        if self.platform_faults.is_empty() { Vec::new() } else { self.platform.remarks(self.gpus.len() > 1) }
     }
 
     /// The sizes of the clusters that kernels were launched in, with how many cases had each.
@@ -261,6 +268,7 @@ mod tests {
             not_called: Vec::new(),
             unknown_patterns: Vec::new(),
             platform_faults: Vec::new(),
+            platform: Platform::default(),
             remarks: Vec::new(),
             memory: BTreeMap::new(),
             compared_by: ComparedBy::Host("no reason".into()),

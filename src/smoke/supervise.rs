@@ -257,6 +257,11 @@ impl Supervisor {
         if faults.is_empty() { Ok(()) } else { Err(self.dismiss(&faults.join("; "))) }
     }
 
+    /// The processes of the workers that are there.
+    pub fn processes_of_ranks(&self) -> Vec<u32> {
+        self.workers.iter().map(|worker| worker.child.id()).collect()
+    }
+
     /// Seconds that all workers took to start, together.
     pub fn starting(&self) -> f64 {
         self.starting
