@@ -336,6 +336,7 @@ fn played_json(played: &Played) -> Value {
     value["of_bound"] = json!(ran.then_some(played.outcome.of_bound));
     value["replays"] = json!(played.outcome.right);
     value["median_us"] = json!(played.median_us());
+    value["seconds"] = json!(played.seconds);
     value["verdict"] = json!(played.word());
     value["why"] = json!(played.why());
     value["known_fault"] = json!(played.fault.map(|fault| &fault.id));

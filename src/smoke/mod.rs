@@ -165,7 +165,7 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
             supervisor.play(at as u64, one)?
         } else {
             let why = "the platform, not the kernel: the ranks cannot read and write each other's memory";
-            let verdict = Verdict::NotRun(why.to_owned());
+            let verdict = Verdict::Lost(why.to_owned());
             Played::new(one, verdict)
         };
         observe(Event::Played { at: at + 1, of: planned.len(), played: &one });

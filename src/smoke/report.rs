@@ -72,7 +72,7 @@ pub struct Counts {
     pub known_faults: usize,
     pub skipped: usize,
     pub not_run: usize,
-    /// Left out because workers were lost.
+    /// Left out because workers were lost, or because of the platform.
     pub lost: usize,
 }
 
@@ -175,12 +175,12 @@ pub fn junit(report: &Report) -> String {
     }
     xml.push_str("  </properties>\n");
     for played in &report.played {
-        let seconds = played.outcome.micros.iter().sum::<f64>() * played.case.calls() as f64 / 1e6;
         let _ = write!(
             xml,
-            "  <testcase classname=\"{}\" name=\"{}\" time=\"{seconds:.6}\"",
+            "  <testcase classname=\"{}\" name=\"{}\" time=\"{:.3}\"",
             escape(played.case.what.function()),
-            escape(&played.case.to_string())
+            escape(&played.case.to_string()),
+            played.seconds
         );
         let (tag, kind, why) = match (&played.verdict, played.why()) {
             (_, None) => {
@@ -189,7 +189,7 @@ pub fn junit(report: &Report) -> String {
             }
             (Verdict::Fail(_), Some(why)) => ("failure", " type=\"wrong\"", why),
             // Nothing is proven of it, and not by choice.
-            (Verdict::Lost(_), Some(why)) => ("error", " type=\"lost\"", why),
+            (Verdict::Lost(_), Some(why)) => ("error", " type=\"not-run\"", why),
             (_, Some(why)) => ("skipped", "", why),
         };
         let _ = writeln!(xml, ">\n    <{tag}{kind} message=\"{}\"/>\n  </testcase>", escape(why));
@@ -250,7 +250,7 @@ mod tests {
         let what = What::Custom { path: Custom::NormLamport, bias: false };
         let case = Case { what, dtype: DType::Bf16, ranks: 2, tokens, hidden: 7168, pdl: true, replays: REPLAYS };
         let outcome = Outcome { micros: vec![5.0, 1.0, 9.0], ..Outcome::default() };
-        Played { case, verdict, outcome, launches: Vec::new(), fault: None }
+        Played { case, verdict, outcome, launches: Vec::new(), seconds: 0.25, fault: None }
     }
 
     fn report(verdicts: Vec<Verdict>) -> Report {

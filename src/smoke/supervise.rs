@@ -73,7 +73,7 @@ pub enum Verdict {
     Skipped(String),
     /// It was left out, for the reason given.
     NotRun(String),
-    /// Left out because workers were lost: nothing is proven of it.
+    /// Left out because workers were lost, or because of the platform: nothing is proven of it, and not by choice.
     Lost(String),
 }
 
@@ -84,6 +84,8 @@ pub struct Played {
     pub verdict: Verdict,
     pub outcome: Outcome,
     pub launches: Vec<Launch>,
+    /// How long it took, from its first order to its last answer.
+    pub seconds: f64,
     /// What its release is known to do wrong in it.
     pub fault: Option<&'static Fault>,
 }
@@ -91,7 +93,7 @@ pub struct Played {
 impl Played {
     pub fn new(planned: &Planned, verdict: Verdict) -> Self {
         let Planned { case, fault, .. } = planned;
-        Self { case: case.clone(), verdict, outcome: Outcome::default(), launches: Vec::new(), fault: *fault }
+        Self { case: case.clone(), verdict, outcome: Outcome::default(), launches: Vec::new(), seconds: 0.0, fault: *fault }
     }
 }
 
@@ -336,7 +338,10 @@ impl Supervisor {
             played.verdict = if never_right.is_some() { Verdict::NotRun(why) } else { Verdict::Lost(why) };
             return Ok(played);
         }
-        match self.try_play(number, planned, &mut played) {
+        let started = Instant::now();
+        let ended = self.try_play(number, planned, &mut played);
+        played.seconds = started.elapsed().as_secs_f64();
+        match ended {
             Ok(()) => {}
             Err(Gone::Never(error)) => return Err(error),
             Err(Gone::Lost(how)) => {

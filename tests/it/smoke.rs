@@ -165,8 +165,12 @@ fn a_run_that_passes_tells_every_case_and_what_was_not_called() {
         assert_eq!(not_called, ["of_a_later_release", "trtllm_custom_all_reduce"]);
         assert_eq!(report["not_called"][0]["why"], "the tables do not know it");
         assert!(report["memory"][0]["allocated_mib"].as_f64().unwrap() > 1.0, "{}", report["memory"]);
+        assert_eq!((report["compared_by"].as_str(), report["compared_by_why"].is_string()), (Some("host"), true));
+        assert!(report["spent_s"]["starting"].as_f64().unwrap() > 0.0, "{}", report["spent_s"]);
+        assert!(report["platform"]["iommu"].is_object(), "{}", report["platform"]);
         let xml = fs::read_to_string(sandbox.path("junit.xml")).unwrap();
         assert_eq!((elements(&xml, "testcase"), elements(&xml, "failure")), (3, 0));
+        is_junit(&xml);
     }
     let ran = Ran::of(with_tvm_ffi(&mut smoke(&sandbox, &INITIALIZE))).exits(0);
     assert!(ran.stdout.contains("3 passed, 0 failed") && ran.stdout.contains("not called: of_a_later_release"), "{}", ran.stdout);
@@ -186,6 +190,7 @@ fn an_artifact_that_does_nothing_fails_in_every_case() {
     );
     let xml = fs::read_to_string(sandbox.path("junit.xml")).unwrap();
     assert_eq!((elements(&xml, "testcase"), elements(&xml, "failure")), (3, 3));
+    is_junit(&xml);
 }
 
 #[test]
@@ -198,6 +203,7 @@ fn an_error_of_the_artifact_and_the_death_of_a_worker_are_told_in_their_own_word
         // Left out after the loss is no failure, no pass, and nothing that was skipped by choice.
         assert_eq!((elements(&xml, "testcase"), elements(&xml, "failure"), elements(&xml, "error")), (3, 1, 2), "{how}");
         assert_eq!(ran.json()["counts"]["passed"], 0);
+        is_junit(&xml);
         problem(&ran.json()).1.to_owned()
     };
     let raised = run("raises");
@@ -226,12 +232,16 @@ fn memory_that_ranks_cannot_share_is_a_fault_of_the_platform() {
     let sandbox = Sandbox::new();
     for (how, words) in [("refused", "cannot map the memory of rank"), ("lost", "reads other bytes from rank")] {
         let mut command = smoke(&sandbox, &["--only", "custom-norm-lamport", "--ranks", "2"]);
-        let ran = Ran::of(with_tvm_ffi(command.arg("--json")).env("FAKE_IPC", how)).exits(3);
+        let ran = Ran::of(with_tvm_ffi(command.args(["--json", "--junit", "junit.xml"])).env("FAKE_IPC", how)).exits(3);
         let report = ran.json();
         assert_eq!(report["verdict"], "platform", "{how}");
         let (code, message) = problem(&report);
         assert!(code == "platform" && message.contains(words), "{how}: {message}");
         assert!(report["cases"].as_array().unwrap().iter().all(|case| case["verdict"] == "not-run"));
+        let xml = fs::read_to_string(sandbox.path("junit.xml")).unwrap();
+        is_junit(&xml);
+        assert_eq!(elements(&xml, "failure"), 0, "it is no fault of the artifact");
+        assert!(elements(&xml, "error") > 0 && xml.contains("the platform, not the kernel"), "{xml}");
     }
 }
 
@@ -254,12 +264,49 @@ fn cases_are_listed_with_the_reason_where_they_are_not_run() {
         .says("there is no such case");
 }
 
+/// Holds a document against what the schemas of Ant's and of Jenkins' reports want of it: attributes, order, and counts that are so.
+fn is_junit(xml: &str) {
+    let attribute = |tag: &str, name: &str| {
+        let (_, rest) = tag.split_once(&format!(" {name}=\"")).unwrap_or_else(|| panic!("no {name} in {tag}"));
+        rest.split_once('"').unwrap().0.to_owned()
+    };
+    let tags = |name: &str| {
+        let begin = format!("<{name} ");
+        xml.match_indices(&begin).map(|(at, _)| xml[at..].split_once('>').unwrap().0.to_owned()).collect::<Vec<_>>()
+    };
+    let [suite] = &tags("testsuite")[..] else { panic!("one suite: {xml}") };
+    for (name, element) in [("tests", "testcase"), ("failures", "failure"), ("errors", "error"), ("skipped", "skipped")] {
+        assert_eq!(attribute(suite, name).parse::<usize>().unwrap(), elements(xml, element), "{name}");
+    }
+    let decimal = |text: String| assert!(text.parse::<f64>().unwrap() >= 0.0 && !text.starts_with('-'), "{text}");
+    decimal(attribute(suite, "time"));
+    assert!(!attribute(suite, "name").is_empty() && !attribute(suite, "hostname").is_empty());
+    let (date, time) = attribute(suite, "timestamp").split_once('T').map(|(d, t)| (d.to_owned(), t.to_owned())).unwrap();
+    let digits = |text: &str, separator: char, sizes: [usize; 3]| {
+        let parts: Vec<_> = text.split(separator).collect();
+        assert!(parts.iter().map(|part| part.len()).eq(sizes) && parts.iter().all(|part| part.parse::<u32>().is_ok()), "{text}");
+    };
+    digits(&date, '-', [4, 2, 2]);
+    digits(&time, ':', [2, 2, 2]);
+    for case in tags("testcase") {
+        assert!(!attribute(&case, "name").is_empty() && !attribute(&case, "classname").is_empty());
+        decimal(attribute(&case, "time"));
+    }
+    for kind in ["failure", "error"] {
+        tags(kind).iter().for_each(|tag| assert!(!attribute(tag, "type").is_empty() && !attribute(tag, "message").is_empty()));
+    }
+    let places: Vec<_> =
+        ["<properties>", "<testcase ", "<system-out>", "<system-err>"].iter().map(|tag| xml.find(tag).unwrap()).collect();
+    assert!(places.is_sorted(), "{xml}");
+}
+
 /// How often an element stands in a document. Fails where the document is not well-formed.
 fn elements(xml: &str, name: &str) -> usize {
     let mut rest = xml.strip_prefix("<?xml version=\"1.0\" encoding=\"UTF-8\"?>").expect("it begins with a declaration");
     let (mut open, mut count) = (Vec::new(), 0);
     while let Some((text, after)) = rest.split_once('<') {
-        assert!(text.trim().is_empty(), "text outside of elements: {text}");
+        let holds_text = open.last().is_some_and(|one: &String| one == "system-err");
+        assert!(text.trim().is_empty() || holds_text, "text outside of elements: {text}");
         // Attributes hold no bare angle bracket, so the first one ends the tag.
         let (tag, after) = after.split_once('>').expect("a tag ends");
         rest = after;
