@@ -4,7 +4,6 @@
 //
 // Plain C++17 without headers: NVRTC compiles it for the GPU (kernels.cu), and a C++ compiler compiles it for the tests, in which
 // the lanes of a block take turns. No product and sum may be fused (-fmad=false, -ffp-contract=off).
-#pragma once
 
 typedef unsigned long long u64;
 typedef unsigned int u32;

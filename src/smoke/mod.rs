@@ -120,6 +120,7 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
             .hint("run smoke on the machine with the GPU; in a container, pass the GPU through (docker run --gpus all)"));
     }
     let manifest = manifest_beside(&request.artifact);
+    let compiler = compiler(request, environment)?;
     let crew = Crew {
         artifact: absolute(&request.artifact)?,
         tvm_ffi: libraries::tvm_ffi(request.tvm_ffi.as_deref(), environment, home)?,
@@ -135,7 +136,7 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
     let sm = sm_of(&machine.devices, &gpus)?;
     runs_on(&inventory, sm, &request.artifact)?;
 
-    let compiling = compiling(request, environment, sm)?;
+    let compiling = compiler.map(|nvrtc| compile(nvrtc, sm));
     let known: BTreeSet<i64> = calls().patterns.iter().map(|pattern| pattern.code).collect();
     let patterns = patterns(&inventory);
     let uncallable: BTreeSet<&str> = machine.unknown.iter().map(|unknown| unknown.function.as_str()).collect();
@@ -205,23 +206,26 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
 /// The kernels that make inputs and check outputs, while they are compiled: in a file, with the CUDA of what compiles them.
 type Compiling = JoinHandle<std::result::Result<(NamedTempFile, (u32, u32)), String>>;
 
-/// Begins to compile our kernels for the GPU of `sm`; the inner error says why that cannot be.
-fn compiling(request: &Request, environment: Option<&Environment>, sm: u32) -> Result<std::result::Result<Compiling, String>> {
+/// What compiles our kernels; the inner error says why nothing does.
+fn compiler(request: &Request, environment: Option<&Environment>) -> Result<std::result::Result<PathBuf, String>> {
     if request.on_host {
         return Ok(Err("it was asked for (--compare host)".to_owned()));
     }
-    let nvrtc = match libraries::nvrtc(request.nvrtc.as_deref(), environment) {
-        Ok(nvrtc) => nvrtc,
-        Err(error) if request.nvrtc.is_some() => return Err(error),
-        Err(_) => return Ok(Err("no libnvrtc is here to compile our kernels with (--nvrtc FILE names one)".to_owned())),
-    };
-    let compile = move || {
+    match libraries::nvrtc(request.nvrtc.as_deref(), environment) {
+        Ok(nvrtc) => Ok(Ok(nvrtc)),
+        Err(error) if request.nvrtc.is_some() => Err(error),
+        Err(_) => Ok(Err("no libnvrtc is here to compile our kernels with (--nvrtc FILE names one)".to_owned())),
+    }
+}
+
+/// Begins to compile our kernels for the GPU of `sm`.
+fn compile(nvrtc: PathBuf, sm: u32) -> Compiling {
+    std::thread::spawn(move || {
         let nvrtc = Nvrtc::open(&nvrtc)?;
         let cubin = nvrtc.compile(device::NAME, device::SOURCE, &device::OPTIONS, sm)?;
         let file = NamedTempFile::new().and_then(|mut file| file.write_all(&cubin).map(|()| file));
         file.map(|file| (file, nvrtc.version())).map_err(|error| format!("cannot write our kernels to a file: {error}"))
-    };
-    Ok(Ok(std::thread::spawn(compile)))
+    })
 }
 
 /// Gives the compiled kernels to the workers. Where that does not work the host compares, unless the compiler was `named`.

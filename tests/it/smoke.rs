@@ -11,26 +11,37 @@ use serde_json::Value;
 use crate::support::sandbox::{Ran, Sandbox};
 use crate::support::toolkit::nvcc;
 
+/// What the fake driver runs of fi-arch's own kernels.
+const KERNELS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/cuda-src/smoke");
 const SUPPORT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/it/support");
 
-/// The folder of the fakes: `libcuda.so`, `libtvm_ffi.so` and `artifact.so`, which is for sm_90. Made once.
+/// A file of the project.
+fn read(path: &str) -> String {
+    fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(path)).unwrap()
+}
+
+/// The folder of the fakes: `libcuda.so`, `libtvm_ffi.so`, `libnvrtc-fake.so`, and for sm_90 `artifact.so` and `reducer.so`, which
+/// has a fused all-reduce too. Made once.
 fn fakes() -> &'static Path {
     static FAKES: OnceLock<PathBuf> = OnceLock::new();
     FAKES.get_or_init(|| {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap().keep();
-        let cc = |name: &str, from: &Path| {
+        let cc = |name: &str, from: &[PathBuf]| {
             let mut cc = Command::new("cc");
-            cc.args(["-shared", "-fPIC", "-o"]).arg(dir.join(name)).arg(from).arg("-lstdc++");
-            assert!(cc.status().expect("cc starts").success(), "{name}");
+            cc.args(["-O2", "-ffp-contract=off", "-shared", "-fPIC", "-I", KERNELS, "-o"]).arg(dir.join(name)).args(from);
+            assert!(cc.args(["-lstdc++", "-ldl"]).status().expect("cc starts").success(), "{name}");
         };
         let support = Path::new(SUPPORT);
-        cc("libcuda.so", &support.join("driver.c"));
+        cc("libcuda.so", &[support.join("driver.c"), support.join("kernels.cpp")]);
         // Found as `libcuda.so.1` too, before any that the machine has.
         std::os::unix::fs::symlink("libcuda.so", dir.join("libcuda.so.1")).unwrap();
-        cc("libtvm_ffi.so", &support.join("tvm_ffi.c"));
-        let source = format!("{SUPPORT}/artifact.cu");
-        nvcc(&dir, &["-c", "-Xcompiler", "-fPIC", "-gencode", "arch=compute_90,code=sm_90", "-o", "artifact.o", &source]);
-        cc("artifact.so", &dir.join("artifact.o"));
+        cc("libtvm_ffi.so", &[support.join("tvm_ffi.c")]);
+        cc("libnvrtc-fake.so", &[support.join("nvrtc.c")]);
+        for name in ["artifact", "reducer"] {
+            let (source, object) = (format!("{SUPPORT}/{name}.cu"), format!("{name}.o"));
+            nvcc(&dir, &["-c", "-Xcompiler", "-fPIC", "-gencode", "arch=compute_90,code=sm_90", "-o", &object, &source]);
+            cc(&format!("{name}.so"), &[dir.join(object)]);
+        }
         dir
     })
 }
@@ -40,6 +51,16 @@ fn smoke(sandbox: &Sandbox, args: &[&str]) -> Command {
     let artifact = fakes().join("artifact.so");
     let mut command = sandbox.command(&["smoke", artifact.to_str().unwrap()]);
     command.args(args).env("LD_LIBRARY_PATH", fakes()).env("FAKE_SM", "90");
+    command
+}
+
+/// The same on the artifact that reduces, two ranks in one process, in bf16 and one-shot: what the fakes can do.
+fn reducing(sandbox: &Sandbox, args: &[&str]) -> Command {
+    let artifact = fakes().join("reducer.so");
+    let mut command = sandbox.command(&["smoke", artifact.to_str().unwrap(), "--transport", "inproc", "--ranks", "2", "--json"]);
+    command.args(["--only", "allreduce one-shot bf16 ranks=2 tokens=3 hidden=2880"]).args(args);
+    command.env("LD_LIBRARY_PATH", fakes()).env("FAKE_SM", "90");
+    command.arg("--nvrtc").arg(fakes().join("libnvrtc-fake.so"));
     command
 }
 
@@ -174,6 +195,151 @@ fn a_run_that_passes_tells_every_case_and_what_was_not_called() {
     }
     let ran = Ran::of(with_tvm_ffi(&mut smoke(&sandbox, &INITIALIZE))).exits(0);
     assert!(ran.stdout.contains("3 passed, 0 failed") && ran.stdout.contains("not called: of_a_later_release"), "{}", ran.stdout);
+}
+
+#[test]
+fn inputs_are_made_and_compared_by_the_kernels_and_by_the_host_where_it_is_asked_to() {
+    let sandbox = Sandbox::new();
+    for (compare, word) in [("device", "device"), ("host", "host")] {
+        let mut command = reducing(&sandbox, &["--replays", "21", "--compare", compare]);
+        let report = Ran::of(with_tvm_ffi(&mut command)).exits(0).json();
+        assert_eq!(report["compared_by"], word);
+        assert_eq!(report["compared_by_why"].is_null(), word == "device", "{}", report["compared_by_why"]);
+        let cases = report["cases"].as_array().unwrap();
+        assert_eq!(cases.len(), 2, "with programmatic dependent launch and without");
+        for case in cases {
+            assert_eq!((case["verdict"].as_str(), case["replays"].as_u64()), (Some("pass"), Some(21)), "{case}");
+            assert!(case["of_bound"].as_f64().unwrap() > 0.1 && case["error"].as_f64().unwrap() > 1e-4, "{case}");
+        }
+        assert!(report["spent_s"]["artifact"].as_f64().unwrap() > 0.0 && report["spent_s"]["checking"].as_f64().unwrap() > 0.0);
+    }
+}
+
+#[test]
+fn our_kernels_compile_for_hopper_and_for_blackwell_and_none_is_hollow() {
+    let sandbox = Sandbox::new();
+    let source = format!("{}{}", read("cuda-src/smoke/check.h"), read("cuda-src/smoke/kernels.cu"));
+    fs::write(sandbox.path("kernels.cu"), source).unwrap();
+    for arch in ["sm_90", "sm_120"] {
+        let flags = [
+            "-cubin",
+            "-arch",
+            arch,
+            "-std=c++17",
+            "-fmad=false",
+            "-Werror",
+            "all-warnings",
+            "-o",
+            "kernels.cubin",
+            "kernels.cu",
+        ];
+        nvcc(&sandbox.path("."), &flags);
+        let report = sandbox.run(&["inspect", "kernels.cubin", "--json"]).exits(0).json();
+        let image = &report["files"][0]["images"][0];
+        assert_eq!(
+            (image["target"].as_str(), image["kernels"].as_u64(), image["hollow"].as_u64()),
+            (Some(arch), Some(4), Some(0))
+        );
+    }
+}
+
+#[test]
+fn the_steps_for_ci_are_those_of_the_script_and_their_flags_are_the_programs() {
+    let sandbox = Sandbox::new();
+    let script = read("ci/gpu-smoke.sh").replace("\\\n", " ");
+    let steps: Vec<&str> =
+        script.lines().filter_map(|line| line.strip_prefix("step_")?.split_once("()")).map(|(step, _)| step).collect();
+    assert_eq!(steps, ["build", "install", "verify", "smoke", "bench"]);
+    let workflow = read("ci/blackwell.yml");
+    let run: Vec<&str> = workflow.lines().filter_map(|line| line.trim().strip_prefix("run: ci/gpu-smoke.sh ")).collect();
+    assert_eq!(run, steps, "each step once, in order");
+    let mut checked = Vec::new();
+    for command in script.lines().filter_map(|line| line.trim().strip_prefix("\"$binary\" ")) {
+        let verb = command.split(' ').next().unwrap();
+        let help = sandbox.run(&[verb, "--help"]).exits(0);
+        for flag in command.split(' ').filter(|word| word.starts_with("--")) {
+            let has = help.stdout.split(|c: char| c.is_whitespace() || c == ',').any(|word| word == flag);
+            assert!(has, "`fi-arch {verb}` has no {flag}");
+        }
+        checked.push(verb.to_owned());
+    }
+    assert_eq!(checked, steps);
+}
+
+#[test]
+fn the_script_for_a_gpu_machine_runs_a_file_and_tells_what_it_lacks() {
+    let sandbox = Sandbox::new();
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/ci/gpu-smoke.sh");
+    let of = |program: &str, args: &[&str]| {
+        let mut command = sandbox.command(&[]);
+        let mut sh = Command::new("sh");
+        sh.arg(script).args(args).env("FI_ARCH", program).env_remove("GPU_ENV").env_remove("VIRTUAL_ENV");
+        sh.current_dir(sandbox.path(".")).envs(command.env_clear().get_envs().filter_map(|(name, value)| Some((name, value?))));
+        sh.env("FI_ARCH_HOME", sandbox.home()).env("LD_LIBRARY_PATH", fakes()).env("FAKE_SM", "90");
+        Ran::of(&mut sh)
+    };
+    let program = env!("CARGO_BIN_EXE_fi-arch");
+    of(program, &[]).exits(2).says("name a step");
+    of("/nowhere/fi-arch", &["smoke"]).exits(3).says("no /nowhere/fi-arch");
+    of(program, &["verify"]).exits(3).says("GPU_ENV");
+    let (artifact, tvm_ffi) = (fakes().join("artifact.so"), fakes().join("libtvm_ffi.so"));
+    let args = [artifact.to_str().unwrap(), "--tvm-ffi", tvm_ffi.to_str().unwrap(), INITIALIZE[0], INITIALIZE[1]];
+    let ran = of(program, &args).exits(0);
+    assert!(ran.stdout.contains("3 passed, 0 failed"), "{}", ran.stdout);
+}
+
+#[test]
+fn a_wrong_number_and_a_write_behind_an_output_in_a_later_replay_are_found_by_both() {
+    let sandbox = Sandbox::new();
+    for (how, words) in [
+        ("late", "rank 1, call 2, token 0: allreduce_out: 1 elements are wrong; the first, at 5, is"),
+        ("behind", "rank 1, call 2: 2 bytes behind SumOut were written"),
+    ] {
+        let mut told = Vec::new();
+        for compare in ["device", "host"] {
+            let mut command = reducing(&sandbox, &["--compare", compare]);
+            let report = Ran::of(with_tvm_ffi(&mut command).env("FAKE_ARTIFACT", how)).exits(1).json();
+            let (code, message) = problem(&report);
+            assert!(code == "wrong" && message.contains(": replay 2: ") && message.contains(words), "{how} {compare}: {message}");
+            told.push(message.to_owned());
+        }
+        assert_eq!(told[0], told[1]);
+    }
+}
+
+#[test]
+fn kernels_that_do_not_judge_as_the_host_does_are_our_own_fault() {
+    let sandbox = Sandbox::new();
+    let ran = Ran::of(with_tvm_ffi(&mut reducing(&sandbox, &[])).env("FI_ARCH_FAULT", "smoke:seed")).exits(70);
+    let error = ran.json()["error"].to_string();
+    assert!(
+        error.contains("do not agree") && error.contains("allreduce one-shot") && error.contains("--compare host"),
+        "{error}"
+    );
+}
+
+#[test]
+fn without_kernels_the_host_compares_and_says_why_and_a_named_compiler_must_work() {
+    let sandbox = Sandbox::new();
+    let ran = Ran::of(with_tvm_ffi(&mut reducing(&sandbox, &[])).env("FAKE_NVRTC", "fails")).exits(3);
+    let error = ran.json()["error"].to_string();
+    assert!(error.contains("it is too old") && error.contains("NVRTC_ERROR_COMPILATION") && error.contains("sm_90"), "{error}");
+    // Found in a toolkit and not named: no obstacle.
+    let toolkit = sandbox.path("toolkit");
+    fs::create_dir_all(toolkit.join("lib64")).unwrap();
+    fs::copy(fakes().join("libnvrtc-fake.so"), toolkit.join("lib64/libnvrtc.so.13")).unwrap();
+    for (fails, word) in [(false, "device"), (true, "host")] {
+        let mut command = smoke(&sandbox, &INITIALIZE);
+        with_tvm_ffi(command.arg("--json")).env("CUDA_HOME", &toolkit);
+        if fails {
+            command.env("FAKE_NVRTC", "fails");
+        }
+        let report = Ran::of(&mut command).exits(0).json();
+        assert_eq!(report["compared_by"], word);
+        assert_eq!(report["compared_by_why"].to_string().contains("it is too old"), fails, "{}", report["compared_by_why"]);
+    }
+    let mut command = smoke(&sandbox, &INITIALIZE);
+    Ran::of(with_tvm_ffi(command.args(["--nvrtc", "/nowhere/libnvrtc.so"]))).exits(2).says("/nowhere/libnvrtc.so");
 }
 
 #[test]

@@ -57,3 +57,52 @@ API cuIpcOpenMemHandle_v2(uint64_t* address, struct handle handle, unsigned flag
   return 0;
 }
 API cuIpcCloseMemHandle(uint64_t address) { free((void*)address); return 0; }
+
+// Graphs: what the fake artifact puts into a capture runs at each launch.
+typedef void (*work)(void** all, int count, int at);
+static work recorded[64];
+static void* graph_data[64];
+static int count;
+API fake_record(work does, void* data) {
+  recorded[count] = does;
+  graph_data[count++] = data;
+  return 0;
+}
+API cuStreamBeginCapture_v2(void* stream, int mode) { count = 0; return 0; }
+API cuStreamEndCapture(void* stream, void** graph) { *graph = (void*)8; return 0; }
+API cuStreamWaitEvent(void* stream, void* event, unsigned flags) { return 0; }
+API cuEventRecord(void* event, void* stream) { return 0; }
+API cuEventQuery(void* event) { return getenv("FAKE_HUNG") ? 600 : 0; }
+API cuEventElapsedTime_v2(float* millis, void* from, void* to) { *millis = 0.25f; return 0; }
+API cuGraphGetNodes(void* graph, void** nodes, size_t* number) { *number = count; return 0; }
+API cuGraphNodeGetType(void* node, int* type) { *type = 0; return 0; }
+struct params { const char* function; unsigned grid[3], block[3], shared; void *params, *extra, *kernel, *context; };
+API cuGraphKernelNodeGetParams_v2(void* node, struct params* params) {
+  *params = (struct params){"_Z39allreduce_fusion_kernel_oneshot_lamportv", {1, 1, 1}, {1, 1, 1}};
+  return 0;
+}
+API cuGraphKernelNodeGetAttribute(void* node, int which, void* value) { return 0; }
+API cuFuncGetName(const char** name, const char* function) { *name = function; return 0; }
+API cuOccupancyMaxActiveClusters(int* clusters, const char* function, void* config) { *clusters = 1000; return 0; }
+API cuGraphInstantiateWithFlags(void** executable, void* graph, unsigned long long flags) { *executable = (void*)8; return 0; }
+API cuGraphLaunch(void* executable, void* stream) {
+  for (int at = 0; at < count; at++) recorded[at](graph_data, count, at);
+  return 0;
+}
+API cuGraphDestroy(void* graph) { return 0; }
+API cuGraphExecDestroy(void* executable) { return 0; }
+
+// Kernels of fi-arch's own run on the host (kernels.cpp).
+int fake_kernel(const char* name, unsigned blocks, void** arguments);
+API cuModuleLoadData(void** module, const char* image) { *module = (void*)8; return strncmp(image, "fake cubin", 10) ? 200 : 0; }
+API cuModuleUnload(void* module) { return 0; }
+API cuModuleGetFunction(char** function, void* module, const char* name) { *function = strdup(name); return 0; }
+API cuFuncGetParamInfo(const char* function, size_t at, size_t* offset, size_t* size) {
+  size_t parameters = strstr(function, "rows") ? 3 : strstr(function, "check") ? 5 : 4;
+  *offset = at * 8;
+  *size = 8;
+  return at < parameters ? 0 : 1;
+}
+API cuLaunchKernelEx(const unsigned* config, const char* function, void** arguments, void** extra) {
+  return fake_kernel(function, config[0], arguments);
+}
