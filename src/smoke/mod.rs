@@ -8,13 +8,14 @@
 //! | `reference` | what is right, and how far from it an output may be |
 //! | `layout` | sizes and layouts of workspaces and scale factors |
 //! | `signature` | which parameter list a function has; values bound to it by name |
-//! | `ffi` | the modules that touch foreign code: shared objects, the CUDA driver, TVM-FFI, NVRTC |
+//! | `ffi` | the modules that touch foreign code: shared objects, the CUDA driver, TVM-FFI, NVRTC, NCCL |
 //! | `libraries` | which libtvm_ffi, libcudart and libnvrtc are loaded |
 //! | `fault` | faults that a test plants |
 //! | `stage` | a worker's side of the GPU: memory, graph, replays |
 //! | `worker`, `protocol`, `supervise` | the processes: who hosts ranks, what they say to each other, who kills them |
 //! | `platform` | what on this machine keeps GPUs from reading each other's memory |
 //! | `report` | what a run showed |
+//! | `bench` | the fused path against NCCL and a norm, ending in a policy |
 //!
 //! Ranks live in worker processes: this program itself, started again with a hidden verb. A kernel that waits for a rank
 //! which never comes cannot be stopped from inside its process, so the supervisor never touches the GPU, every wait has a
@@ -22,12 +23,13 @@
 //!
 //! Inputs are made and outputs compared on the host, in float64, by all its cores.
 
+pub mod bench;
 pub mod cases;
 mod fault;
 pub mod ffi;
 mod inputs;
 pub mod layout;
-pub mod libraries;
+mod libraries;
 pub mod numbers;
 mod platform;
 pub mod protocol;

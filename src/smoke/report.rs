@@ -158,7 +158,7 @@ pub fn junit(report: &Report) -> String {
 }
 
 /// Text as it may stand in an attribute. What XML cannot hold is left out.
-fn escape(text: &str) -> String {
+pub(super) fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for character in text.chars() {
         match character {
