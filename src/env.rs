@@ -27,6 +27,8 @@ pub const CUDA_HOME: &str = "CUDA_HOME";
 pub const CUDA_PATH: &str = "CUDA_PATH";
 /// How many queues a process has on a GPU. Set for `smoke`'s workers, whose ranks wait for each other.
 pub const CUDA_DEVICE_MAX_CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+/// Whether NCCL uses NVLink multicast (NVLS). `bench`'s workers get 0 where it is not set.
+pub const NCCL_NVLS_ENABLE: &str = "NCCL_NVLS_ENABLE";
 /// The active virtual environment.
 pub const VIRTUAL_ENV: &str = "VIRTUAL_ENV";
 /// The active conda environment.

@@ -159,7 +159,7 @@ fn request(args: &Args, context: &Context) -> Result<Request> {
     }
     let artifact = match &args.artifact {
         Some(artifact) => artifact.clone(),
-        None => stored(args, context)?,
+        None => stored(args.env.as_deref(), &args.gpus, context)?,
     };
     Ok(Request {
         artifact,
@@ -186,17 +186,17 @@ fn request(args: &Args, context: &Context) -> Result<Request> {
     })
 }
 
-/// The artifact in the store for the environment that `--env` names and the GPU of this machine.
-fn stored(args: &Args, context: &Context) -> Result<PathBuf> {
+/// The artifact in the store for an environment and the first of the GPUs of this machine.
+pub(super) fn stored(env: Option<&Path>, gpus: &[usize], context: &Context) -> Result<PathBuf> {
     let driver = Driver::open().map_err(|why| Error::machine("this machine cannot run an artifact").because(why))?;
     let devices = driver.devices().map_err(|error| Error::machine("the driver does not tell its GPUs").because(error))?;
-    let wanted = args.gpus.first().copied().unwrap_or(0);
+    let wanted = gpus.first().copied().unwrap_or(0);
     let device = devices.get(wanted).ok_or_else(|| Error::usage(format!("there is no GPU {wanted}")))?;
     let request = pipeline::Request {
         module: "trtllm_comm".to_owned(),
         target: target::parse(&device.sm.to_string())?,
         flashinfer: None,
-        env: args.env.clone(),
+        env: env.map(Path::to_owned),
         consumer: None,
         toolkit: None,
         jobs: None,
@@ -207,7 +207,7 @@ fn stored(args: &Args, context: &Context) -> Result<PathBuf> {
     };
     let planned = pipeline::dry_run(&request, context, &mut |_| ())?.planned;
     planned.and_then(|planned| planned.entry).map(|entry| entry.artifact).ok_or_else(|| {
-        let dir = args.env.as_deref().unwrap_or(Path::new(".")).display();
+        let dir = env.unwrap_or(Path::new(".")).display();
         Error::machine("the store has no artifact for this environment and this GPU")
             .hint(format!("`fi-arch build --sm {} --env {dir}` makes one, or name an artifact", device.sm))
     })

@@ -125,7 +125,7 @@ fn near(one: f64, other: f64) -> bool {
     (one - other).abs() <= 1e-9 * one.abs().max(other.abs())
 }
 
-fn describe(wrong: &Wrong, hidden: usize) -> String {
+pub fn describe(wrong: &Wrong, hidden: usize) -> String {
     let Wrong { output, count, unwritten, column, got, least, most } = wrong;
     if unwritten == count {
         return format!("{output}: {count} elements of {hidden} were never written, the first at {column}");

@@ -1,4 +1,5 @@
-//! Which libraries a worker loads: libtvm_ffi and libcudart before the artifact, libnvrtc for our own kernels.
+//! Which libraries a worker loads: libtvm_ffi and libcudart before the artifact, libnvrtc for our own kernels,
+//! libnccl to compare with.
 
 use std::path::{Path, PathBuf};
 
@@ -69,6 +70,15 @@ pub fn nvrtc(named: Option<&Path>, environment: Option<&Environment>) -> Result<
         missing.because("it compiles our own kernels for this GPU").hint(
             "name one with --nvrtc FILE, or an environment with torch, which brings one, with --env DIR, or a toolkit with CUDA_HOME",
         )
+    })
+}
+
+/// The libnccl that the fused path is compared with, found as [`nvrtc`] is.
+pub fn nccl(named: Option<&Path>, environment: Option<&Environment>) -> Result<PathBuf> {
+    find(named, environment, "nccl", &["libnccl.so.2", "libnccl.so"]).map_err(|missing| {
+        missing
+            .because("the fused path is compared with its all-reduce")
+            .hint("name one with --nccl FILE, or an environment with torch, which brings one, with --env DIR")
     })
 }
 

@@ -11,13 +11,14 @@
 //! | `device` | making inputs and comparing on the GPU, by kernels of ours |
 //! | `layout` | sizes and layouts of workspaces and scale factors |
 //! | `signature` | which parameter list a function has; values bound to it by name |
-//! | `ffi` | the modules that touch foreign code: shared objects, the CUDA driver, TVM-FFI, NVRTC |
+//! | `ffi` | the modules that touch foreign code: shared objects, the CUDA driver, TVM-FFI, NVRTC, NCCL |
 //! | `libraries` | which libtvm_ffi, libcudart and libnvrtc are loaded |
 //! | `fault` | faults that a test plants |
 //! | `stage` | a worker's side of the GPU: memory, graph, replays |
 //! | `worker`, `protocol`, `supervise` | the processes: who hosts ranks, what they say to each other, who kills them |
 //! | `platform` | what on this machine keeps GPUs from reading each other's memory |
 //! | `report` | what a run showed |
+//! | `bench` | the fused path against NCCL and a norm, ending in a policy |
 //!
 //! Ranks live in worker processes: this program itself, started again with a hidden verb. A kernel that waits for a rank
 //! which never comes cannot be stopped from inside its process, so the supervisor never touches the GPU, every wait has a
@@ -27,6 +28,7 @@
 //! host does both too, and the two must agree bit for bit. Without NVRTC the host does it alone, and the report says so.
 
 mod arrays;
+pub mod bench;
 pub mod cases;
 mod compare;
 mod device;
@@ -34,7 +36,7 @@ mod fault;
 pub mod ffi;
 mod inputs;
 pub mod layout;
-pub mod libraries;
+mod libraries;
 pub mod numbers;
 mod platform;
 pub mod protocol;
@@ -150,9 +152,7 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
     supervisor.will_share(to_run().map(|one| one.case.workspace().bytes()).max().unwrap_or(0));
     let most = to_run().map(|one| one.case.ranks).max().unwrap_or(0);
     let transport_proven = supervisor.one_gpu_a_rank(most) && most > 1;
-    let addresses: Vec<String> =
-        machine.devices.iter().filter(|device| gpus.contains(&device.ordinal)).map(|device| device.pci.clone()).collect();
-    let platform = platform::look(&addresses);
+    let platform = platform::look(&addresses(&machine.devices, &gpus));
     let mut platform_faults = Vec::new();
     if request.transport == Transport::Ipc && most > 1 {
         observe(Event::Step(format!("trying whether {most} ranks can read and write each other's memory")));
@@ -320,6 +320,11 @@ fn sm_of(devices: &[ffi::driver::DeviceInfo], gpus: &[usize]) -> Result<u32> {
         [] => Err(Error::machine("the driver shows no GPU")),
         _ => Err(Error::machine("the GPUs are of different kinds").because(names(devices)).hint("choose GPUs with --gpus 0,1")),
     }
+}
+
+/// The PCI addresses of the GPUs that are used.
+fn addresses(devices: &[ffi::driver::DeviceInfo], gpus: &[usize]) -> Vec<String> {
+    devices.iter().filter(|device| gpus.contains(&device.ordinal)).map(|device| device.pci.clone()).collect()
 }
 
 fn names(devices: &[ffi::driver::DeviceInfo]) -> String {

@@ -36,6 +36,8 @@ pub enum Order {
     Begin { number: u64, case: Case, ranks: Vec<usize>, shared_bytes: usize, past_wrong: bool },
     /// Make the graph.
     Connect,
+    /// What `bench` asks for.
+    Bench(super::bench::protocol::Order),
     /// Run the replays (all of them, or the next one where a case goes in step).
     Go,
     /// Write a pattern into what is shared, for the others to read. Answered by `Probed`.
@@ -82,6 +84,7 @@ pub enum Answer {
     Ended(Outcome),
     Closed,
     Loaded,
+    Bench(super::bench::protocol::Answer),
     /// What is wrong with the memory of each peer that was looked at, if anything.
     Probed {
         faults: Vec<String>,

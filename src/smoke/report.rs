@@ -223,7 +223,7 @@ fn hostname() -> String {
 }
 
 /// Text as it may stand in an attribute. What XML cannot hold is left out.
-fn escape(text: &str) -> String {
+pub(super) fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for character in text.chars() {
         match character {

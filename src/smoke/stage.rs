@@ -60,14 +60,14 @@ pub struct Stage {
     pub device: driver::DeviceInfo,
     pub devices: Vec<driver::DeviceInfo>,
     pub driver: (u32, u32),
-    context: Context,
+    pub(super) context: Context,
     module: Module,
     forms: BTreeMap<&'static str, &'static Form>,
     pub unknown: Vec<Unknown>,
     /// What makes inputs and checks outputs on the GPU; the host does both without.
     kernels: Option<Kernels>,
     /// The stream from which the others fork.
-    origin: Stream,
+    pub(super) origin: Stream,
     deadline: Duration,
     /// Bytes of the GPU that nobody had taken when the artifact was loaded.
     pub free_bytes: u64,
@@ -137,7 +137,7 @@ impl Stage {
     }
 
     /// What a hosted rank shares with the others; `bytes` are the same in every call.
-    fn shared_of(&mut self, rank: usize, bytes: usize) -> Result<Memory, Trouble> {
+    pub(super) fn shared_of(&mut self, rank: usize, bytes: usize) -> Result<Memory, Trouble> {
         if !self.shared.contains_key(&rank) {
             self.shared.insert(rank, self.context.alloc(bytes)?);
         }
@@ -176,7 +176,7 @@ impl Stage {
     }
 
     /// The address of what a rank shares.
-    fn address_of(&self, rank: usize) -> Option<u64> {
+    pub(super) fn address_of(&self, rank: usize) -> Option<u64> {
         self.shared.get(&rank).map(Memory::address).or_else(|| self.peers.get(&rank).map(PeerMemory::address))
     }
 
@@ -185,7 +185,7 @@ impl Stage {
     }
 
     /// Calls a function of the artifact on a stream.
-    fn call(&self, function: &'static str, values: &Values, stream: &Stream) -> Result<(), Trouble> {
+    pub(super) fn call(&self, function: &'static str, values: &Values, stream: &Stream) -> Result<(), Trouble> {
         let form = self.forms.get(function).ok_or_else(|| {
             let why = self.unknown.iter().find(|unknown| unknown.function == function);
             Trouble::Skip(why.map_or_else(|| format!("the artifact has no {function}"), |unknown| unknown.why.clone()))
@@ -196,7 +196,7 @@ impl Stage {
     }
 
     /// Waits until a stream has nothing left to do.
-    fn finish(&self, stream: &Stream) -> Result<(), Waited> {
+    pub(super) fn finish(&self, stream: &Stream) -> Result<(), Waited> {
         self.wait_until(|| stream.is_done())
     }
 
@@ -215,13 +215,13 @@ impl Stage {
         }
     }
 
-    fn tensor(&self, address: u64, element: Element, shape: &[usize]) -> Argument {
+    pub(super) fn tensor(&self, address: u64, element: Element, shape: &[usize]) -> Argument {
         let shape = shape.iter().map(|size| *size as i64).collect();
         Argument::Tensor(Tensor { address, place: Place::Gpu(self.device.ordinal), element, shape })
     }
 }
 
-enum Waited {
+pub(super) enum Waited {
     TooLong,
     Failed(CudaError),
 }
@@ -968,23 +968,27 @@ impl Rank {
         Ok((calls, first))
     }
 
-    /// Where the rank stands, by what its kernels left in its counters.
+    /// Where the rank stands.
     fn standing(&self) -> String {
-        let Some(counters) = &self.counters else { return format!("rank {}: it keeps no counters", self.rank) };
-        match counters.read_within(20, Duration::from_secs(2)) {
-            Ok(Some(held)) => {
-                let word = |at: usize| i32::from_le_bytes([held[4 * at], held[4 * at + 1], held[4 * at + 2], held[4 * at + 3]]);
-                format!(
-                    "rank {}: {} blocks have arrived in the call it is in, barrier flag {}, Lamport part {}",
-                    self.rank,
-                    word(0),
-                    word(1),
-                    word(2)
-                )
-            }
-            Ok(None) => format!("rank {}: its counters cannot be read in time", self.rank),
-            Err(error) => format!("rank {}: its counters cannot be read ({error})", self.rank),
+        standing(self.rank, self.counters.as_ref())
+    }
+}
+
+/// Where a rank stands, by what its kernels left in its counters.
+pub(super) fn standing(rank: usize, counters: Option<&Memory>) -> String {
+    let Some(counters) = counters else { return format!("rank {rank}: it keeps no counters") };
+    match counters.read_within(20, Duration::from_secs(2)) {
+        Ok(Some(held)) => {
+            let word = |at: usize| i32::from_le_bytes([held[4 * at], held[4 * at + 1], held[4 * at + 2], held[4 * at + 3]]);
+            format!(
+                "rank {rank}: {} blocks have arrived in the call it is in, barrier flag {}, Lamport part {}",
+                word(0),
+                word(1),
+                word(2)
+            )
         }
+        Ok(None) => format!("rank {rank}: its counters cannot be read in time"),
+        Err(error) => format!("rank {rank}: its counters cannot be read ({error})"),
     }
 }
 

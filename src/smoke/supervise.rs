@@ -21,9 +21,9 @@ use crate::exit::Exit;
 use crate::tables::calls::{Fault, FaultKind};
 
 /// How long a worker may take to start: the driver, the libraries, the artifact.
-const START: Duration = Duration::from_secs(120);
+pub(super) const START: Duration = Duration::from_secs(120);
 /// How long a worker has, after its own deadline, to say so.
-const GRACE: Duration = Duration::from_secs(5);
+pub(super) const GRACE: Duration = Duration::from_secs(5);
 /// After so many lost sets of workers nothing more is tried: each costs a deadline and a start.
 const LOST_AT_MOST: usize = 6;
 
@@ -151,7 +151,7 @@ struct Worker {
 }
 
 /// Why workers are no more.
-enum Gone {
+pub(super) enum Gone {
     /// Nothing can be run on this machine, or with this artifact.
     Never(Error),
     /// These workers are lost; what it was, in words.
@@ -428,7 +428,7 @@ impl Supervisor {
     }
 
     /// Starts workers until there are `count`.
-    fn staff(&mut self, count: usize) -> Result<(), Gone> {
+    pub(super) fn staff(&mut self, count: usize) -> Result<(), Gone> {
         let gpus = self.gpus();
         let first = self.workers.len();
         for at in first..count {
@@ -500,6 +500,10 @@ impl Supervisor {
         command.arg(WORKER_VERB).stdin(Stdio::from(OwnedFd::from(theirs))).stdout(copy()?).stderr(copy()?);
         // Branches of a graph must not share a queue: one that waits would hold up the one it waits for.
         command.env(env::CUDA_DEVICE_MAX_CONNECTIONS, "32");
+        // NVLink multicast is no part of what an engine needs, and a fault in it can outlast the process.
+        if !env::is_set(env::NCCL_NVLS_ENABLE) {
+            command.env(env::NCCL_NVLS_ENABLE, "0");
+        }
         // A group of its own: Ctrl-C goes to the supervisor, which ends its workers itself.
         command.process_group(0);
         let child = command.spawn().map_err(|error| failed("start a worker", error))?;
@@ -522,18 +526,18 @@ impl Supervisor {
         Ok(Worker { id, child, orders, log, standing: Vec::new(), allocated_bytes: 0 })
     }
 
-    fn order(&mut self, count: usize, order: impl Fn(usize) -> Order) {
+    pub(super) fn order(&mut self, count: usize, order: impl Fn(usize) -> Order) {
         for at in 0..count {
             self.order_one(at, &order(at));
         }
     }
 
     /// Sends an order. That a worker is gone is seen when its answer is awaited.
-    fn order_one(&mut self, at: usize, order: &Order) {
+    pub(super) fn order_one(&mut self, at: usize, order: &Order) {
         let mut text = serde_json::to_vec(order).expect("an order is always JSON");
         text.push(b'\n');
         let worker = &mut self.workers[at];
-        if matches!(order, Order::Begin { .. }) {
+        if matches!(order, Order::Begin { .. } | Order::Bench(_)) {
             worker.standing.clear();
         }
         let _ = worker.orders.write_all(&text);
@@ -544,7 +548,7 @@ impl Supervisor {
     }
 
     /// One answer of each worker in `who`, in their order. `patience` counts from the last sign of life of any of them.
-    fn gather_within(&mut self, who: std::ops::Range<usize>, patience: Duration) -> Result<Vec<Answer>, Gone> {
+    pub(super) fn gather_within(&mut self, who: std::ops::Range<usize>, patience: Duration) -> Result<Vec<Answer>, Gone> {
         let mut found: Vec<Option<Answer>> = who.clone().map(|_| None).collect();
         let mut until = Instant::now() + patience;
         while let Some(missing) = found.iter().position(Option::is_none) {
@@ -661,7 +665,7 @@ impl Supervisor {
     }
 
     /// Ends all workers: what one of them shares with the others cannot be trusted any more.
-    fn dismiss(&mut self, why: &str) -> Gone {
+    pub(super) fn dismiss(&mut self, why: &str) -> Gone {
         self.handles.clear();
         self.workers.iter_mut().for_each(kill);
         for mut worker in self.workers.drain(..) {
@@ -748,7 +752,7 @@ fn merge(all: &mut Outcome, one: &Outcome) {
 }
 
 /// An answer that was not hoped for, in words.
-fn said(answer: &Answer) -> String {
+pub(super) fn said(answer: &Answer) -> String {
     match answer {
         Answer::Skipped(why) | Answer::Failed(why) | Answer::Lacks(why) | Answer::Broken(why) | Answer::Ours(why) => why.clone(),
         Answer::Ended(Outcome { wrong: Some(what), .. }) => what.clone(),

@@ -5,6 +5,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use super::bench::worker::Bench;
 use super::fault::{Planted, planted};
 use super::protocol::{Answer, Clock, Line, Order};
 use super::stage::{Play, Stage, Trouble, Unopened};
@@ -15,7 +16,7 @@ pub fn serve() -> io::Result<()> {
     let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
     let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
     let mut line = Line::new(socket)?;
-    let mut worker = Worker { stage: None, play: None, waited: 0.0 };
+    let mut worker = Worker::default();
     let mut clock = Clock::start();
     while let Some(order) = line.receive::<Order>()? {
         worker.waited += clock.lap();
@@ -47,7 +48,9 @@ impl From<io::Error> for End {
     }
 }
 
+#[derive(Default)]
 struct Worker {
+    bench: Bench,
     stage: Option<Stage>,
     play: Option<Play>,
     /// Seconds of waiting for orders that no outcome has told yet.
@@ -86,6 +89,7 @@ impl Worker {
             Order::Map { handles } => stage.map(&handles).map(|faults| Answer::Probed { faults }),
             Order::Unmap => {
                 self.play = None;
+                self.bench.release();
                 stage.unmap();
                 Ok(Answer::Closed)
             }
@@ -100,6 +104,10 @@ impl Worker {
             Order::Connect => with(&mut self.play, |play| play.connect(stage).map(|kernels| Answer::Ready { kernels })),
             Order::Go => return go(stage, &mut self.play, line, &mut self.waited),
             Order::Load { cubin } => stage.load(&cubin).map(|()| Answer::Loaded),
+            Order::Bench(order) => self.bench.obey(stage, order, &mut |rank, replay| {
+                // A supervisor that went away is seen at the next order.
+                let _ = line.send(&Answer::At { rank, replay });
+            }),
             Order::Probe => stage.probe().map(|()| Answer::Probed { faults: Vec::new() }),
             Order::ProbePeers => stage.probe_peers().map(|faults| Answer::Probed { faults }),
             Order::ProbeOwn => stage.probe_own().map(|faults| Answer::Probed { faults }),

@@ -162,12 +162,12 @@ fn same(case: &Case, one: &Found, other: &Found) {
 /// last output that is all poison.
 fn spoil(outputs: &mut Outputs, damage: u64, hash: u64) {
     let flip = |floats: &mut Floats, mask: u32| {
-        for at in (0..floats.len()).filter(|at| mix(hash ^ *at as u64) % 97 == 0) {
+        for at in (0..floats.len()).filter(|at| mix(hash ^ *at as u64).is_multiple_of(97)) {
             floats.set(at, floats.word(at) ^ mask);
         }
     };
     let flip_bytes = |bytes: &mut Vec<u8>, mask: u8| {
-        for at in (0..bytes.len()).filter(|at| mix(hash ^ *at as u64) % 89 == 0) {
+        for at in (0..bytes.len()).filter(|at| mix(hash ^ *at as u64).is_multiple_of(89)) {
             bytes[at] ^= mask;
         }
     };

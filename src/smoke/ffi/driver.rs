@@ -652,6 +652,15 @@ pub struct Kernel {
 impl Graph {
     /// The kernels of the graph.
     pub fn kernels(&self) -> Result<Vec<Kernel>> {
+        self.kernel_nodes()?.into_iter().map(kernel).collect()
+    }
+
+    /// The mangled names of its kernels, in no order.
+    pub fn kernel_names(&self) -> Result<Vec<String>> {
+        self.kernel_nodes()?.into_iter().map(|node| launched(node).and_then(|(_, function)| name_of(function))).collect()
+    }
+
+    fn kernel_nodes(&self) -> Result<Vec<sys::CUgraphNode>> {
         let mut count = 0;
         call!(cuGraphGetNodes(self.graph, ptr::null_mut(), &mut count))?;
         let mut nodes = vec![ptr::null_mut(); count];
@@ -661,7 +670,7 @@ impl Graph {
             let mut kind = sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_EMPTY;
             call!(cuGraphNodeGetType(node, &mut kind))?;
             if kind == sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_KERNEL {
-                kernels.push(kernel(node)?);
+                kernels.push(node);
             }
         }
         Ok(kernels)
@@ -674,19 +683,30 @@ impl Graph {
     }
 }
 
-fn kernel(node: sys::CUgraphNode) -> Result<Kernel> {
-    // Zero is a valid value of every field of these plain C structures.
+/// What a kernel node launches, and how.
+fn launched(node: sys::CUgraphNode) -> Result<(sys::CUDA_KERNEL_NODE_PARAMS, sys::CUfunction)> {
+    // Zero is a valid value of every field of this plain C structure.
     let mut params: sys::CUDA_KERNEL_NODE_PARAMS = unsafe { std::mem::zeroed() };
     call!(cuGraphKernelNodeGetParams_v2(node, &mut params))?;
     let mut function = params.func;
     if function.is_null() {
         call!(cuKernelGetFunction(&mut function, params.kern))?;
     }
+    Ok((params, function))
+}
+
+fn name_of(function: sys::CUfunction) -> Result<String> {
     let mut name = ptr::null();
     call!(cuFuncGetName(&mut name, function))?;
     // The driver keeps the name as long as the function is loaded.
-    let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
+    Ok(unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned())
+}
 
+fn kernel(node: sys::CUgraphNode) -> Result<Kernel> {
+    let (params, function) = launched(node)?;
+    let name = name_of(function)?;
+
+    // Zero is a valid value of every field of these plain C structures.
     let mut value: sys::CUlaunchAttributeValue = unsafe { std::mem::zeroed() };
     let which = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
     call!(cuGraphKernelNodeGetAttribute(node, which, &mut value))?;

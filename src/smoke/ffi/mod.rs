@@ -1,10 +1,11 @@
 //! What touches foreign code, in small modules; everything else of `smoke` is safe Rust on top of them.
 //!
 //! `library` loads shared objects, `driver` wraps the CUDA driver, `tvm` calls the artifact's functions, `nvrtc` compiles our own
-//! kernels.
+//! kernels, `nccl` is what `bench` compares with.
 
 pub mod driver;
 pub mod library;
+pub mod nccl;
 pub mod nvrtc;
 pub mod tvm;
 
