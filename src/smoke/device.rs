@@ -91,8 +91,7 @@ impl Checker {
         let task = context.alloc(words.len())?;
         task.write(&words, stream)?;
         let tables = context.alloc(table_length(case) * case.calls() * case.ranks * 4)?;
-        let blocks = BLOCKS.min(rows(case));
-        let scratch = context.alloc(blocks * SCRATCH_ROWS * case.hidden * 8)?;
+        let scratch = context.alloc(blocks(case) * SCRATCH_ROWS * case.hidden * 8)?;
         let results = context.alloc(replays * result_words(case, hosts.len()) * 8)?;
         Ok(Self { case: case.clone(), hosted: hosts.iter().map(|host| host.rank).collect(), task, tables, scratch, results })
     }
@@ -121,8 +120,7 @@ impl Checker {
         let found = self.results.address() + (slot * result_words(case, hosted) * 8) as u64;
         let counts = found + (rows(case) * hosted * FOUND * 8) as u64;
         let scratch = Parameter::Address(self.scratch.address());
-        let blocks = BLOCKS.min(rows(case));
-        stream.run(&kernels.check, shape(blocks), &[task, seed, tables, scratch, Parameter::Address(found)])?;
+        stream.run(&kernels.check, shape(blocks(case)), &[task, seed, tables, scratch, Parameter::Address(found)])?;
         let arrays = hosted * case.calls() * Array::ALL.len();
         stream.run(&kernels.held, shape(arrays), &[task, seed, tables, Parameter::Address(counts)])
     }
@@ -147,6 +145,11 @@ fn shape(blocks: usize) -> Shape {
 
 fn rows(case: &Case) -> usize {
     case.calls() * case.tokens
+}
+
+/// The blocks that check rows: each takes memory, so that it has two rows at least.
+fn blocks(case: &Case) -> usize {
+    BLOCKS.min(rows(case).div_ceil(2))
 }
 
 /// Entries of the table of rows of one rank's call.

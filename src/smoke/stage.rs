@@ -913,14 +913,18 @@ impl Rank {
 
     /// The first input that is no longer what was written.
     fn changed_input(&self, case: &Case, all: &[Vec<Inputs>]) -> Result<Option<Changed>, Trouble> {
+        let now = |(array, size): (Array, usize)| -> Result<(Array, Vec<u8>), Trouble> {
+            let mut now = vec![0; size * all.len()];
+            if size > 0 {
+                self.arrays[&array].read(&mut now)?;
+            }
+            Ok((array, now))
+        };
+        let now: BTreeMap<Array, Vec<u8>> = input_sizes(case).into_iter().map(now).collect::<Result<_, _>>()?;
         for (call, inputs) in all.iter().enumerate() {
             for (array, bytes) in input_bytes(&inputs[self.rank]) {
-                if bytes.is_empty() {
-                    continue;
-                }
-                let mut now = vec![0; bytes.len()];
-                self.arrays[&array].read_at(call * bytes.len(), &mut now)?;
-                if now[..] != bytes[..] {
+                let now = &now[&array][call * bytes.len()..][..bytes.len()];
+                if *now != bytes[..] {
                     let size = case.dtype.size();
                     let words = now.chunks(size).zip(bytes.chunks(size)).filter(|(now, made)| now != made).count();
                     return Ok(Some(Changed { rank: self.rank, call, array, count: words as u64 }));
@@ -944,18 +948,18 @@ impl Rank {
     /// What every call wrote, and the first that wrote behind its output.
     fn read_outputs(&self, case: &Case, sizes: &Sizes) -> Result<(Vec<Outputs>, Option<Changed>), Trouble> {
         let mut calls = vec![Outputs::none(); case.calls()];
-        let mut first = None;
-        for (call, outputs) in calls.iter_mut().enumerate() {
-            for (array, size) in output_sizes(case, sizes) {
-                let Some(memory) = self.arrays.get(&array).filter(|_| size > 0) else { continue };
-                let stride = size + guard(case, array);
-                let mut held = vec![0; stride];
-                memory.read_at(call * stride, &mut held)?;
+        let mut first: Option<Changed> = None;
+        for (array, size) in output_sizes(case, sizes) {
+            let Some(memory) = self.arrays.get(&array).filter(|_| size > 0) else { continue };
+            let stride = size + guard(case, array);
+            let mut all = vec![0; stride * calls.len()];
+            memory.read(&mut all)?;
+            for (call, (outputs, held)) in calls.iter_mut().zip(all.chunks_exact(stride)).enumerate() {
                 let count = held[size..].iter().filter(|byte| !is_poison(case, array, **byte)).count() as u64;
-                if count > 0 {
-                    first.get_or_insert(Changed { rank: self.rank, call, array, count });
+                if count > 0 && first.is_none_or(|first| call < first.call) {
+                    first = Some(Changed { rank: self.rank, call, array, count });
                 }
-                held.truncate(size);
+                let held = held[..size].to_vec();
                 match array {
                     Array::SumOut => outputs.sum = Floats::from_bytes(case.dtype, held),
                     Array::ResidualOut => outputs.residual = Floats::from_bytes(case.dtype, held),
