@@ -130,6 +130,7 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
         transport: request.transport,
         gpus: request.gpus.clone(),
         deadline: request.deadline,
+        ranks: request.ranks.iter().copied().max().unwrap_or(1),
     };
     observe(Event::Step("starting a worker on the GPU".to_owned()));
     let mut supervisor = Supervisor::new(crew);

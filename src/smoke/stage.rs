@@ -244,6 +244,8 @@ pub struct Play {
     /// Inputs that come back, where there are more replays than sets of them and the host makes them.
     sets: Vec<Set>,
     marks: Vec<Marks>,
+    /// The longest time from the first to the last mark of a replay, in seconds.
+    slowest_s: f64,
     /// Makes inputs and checks outputs on the GPU, where it can.
     checker: Option<Checker>,
 }
@@ -334,6 +336,7 @@ impl Play {
             past_wrong,
             sets: Vec::new(),
             marks,
+            slowest_s: 0.0,
             checker,
         };
         play.initialize(stage)?;
@@ -372,7 +375,7 @@ impl Play {
                 }
                 _ => unreachable!("workspaces have none, one or three Lamport buffers"),
             }
-            stage.finish(&stage.origin).map_err(|waited| self.hung(waited))?;
+            stage.finish(&stage.origin).map_err(|waited| self.hung(0, waited))?;
             for memory in lamport {
                 let mut held = vec![0; if whole { memory.bytes() } else { memory.bytes().min(4096) }];
                 memory.read(&mut held)?;
@@ -495,7 +498,7 @@ impl Play {
         }
         self.launch(stage, 0)?;
         self.outcome.spent.copying += clock.lap();
-        stage.finish(&stage.origin).map_err(|waited| self.hung(waited))?;
+        stage.finish(&stage.origin).map_err(|waited| self.hung(self.replay, waited))?;
         self.outcome.spent.artifact += clock.lap();
         self.take_time(0)?;
         if self.outcome.wrong.is_none() || self.past_wrong {
@@ -527,7 +530,9 @@ impl Play {
     fn replay_on_device(&mut self, stage: &Stage, kernels: &Kernels, checker: &Checker) -> Result<(), Trouble> {
         let first = self.replay == 0;
         let left = self.case.replays - self.replay;
-        let count = if first { 1 } else { left.min(self.marks.len() as u32) };
+        // The supervisor hears of a worker between batches alone, and gives it no longer than a replay may take.
+        let fitting = (stage.deadline.as_secs_f64() / 2.0 / self.slowest_s.max(1e-9)) as u32;
+        let count = if first { 1 } else { left.min(self.marks.len() as u32).min(fitting.max(1)) };
         let mut clock = Clock::start();
         checker.forget(&stage.origin)?;
         for slot in 0..count {
@@ -552,7 +557,7 @@ impl Play {
         }
         for slot in 0..count as usize {
             let end = &self.marks[slot].end;
-            stage.wait_until(|| end.is_past()).map_err(|waited| self.hung(waited))?;
+            stage.wait_until(|| end.is_past()).map_err(|waited| self.hung(self.replay + slot as u32, waited))?;
             self.take_time(slot)?;
             let Marks { begin, launch, done, end } = &self.marks[slot];
             let seconds = |from: &Event, to: &Event| to.micros_since(from).map(|micros| micros / 1e6);
@@ -560,6 +565,7 @@ impl Play {
             spent.making_inputs += seconds(begin, launch)?;
             spent.artifact += seconds(launch, done)?;
             spent.checking += seconds(done, end)?;
+            self.slowest_s = self.slowest_s.max(seconds(begin, end)?);
         }
         clock.lap();
         let found = checker.found(count as usize)?;
@@ -690,12 +696,13 @@ impl Play {
         Ok(None)
     }
 
-    fn hung(&self, waited: Waited) -> Trouble {
+    /// What it means that the GPU was waited for in vain in a replay, counted from 0.
+    fn hung(&self, replay: u32, waited: Waited) -> Trouble {
         match waited {
             Waited::Failed(error) => Trouble::Failed(error.to_string()),
             Waited::TooLong => {
                 let standing = self.ranks.iter().map(|rank| rank.standing()).collect();
-                Trouble::Hung { replay: self.replay, standing }
+                Trouble::Hung { replay, standing }
             }
         }
     }

@@ -59,6 +59,8 @@ pub struct Crew {
     pub gpus: Vec<usize>,
     /// How long the GPU may take for one replay.
     pub deadline: Duration,
+    /// The most ranks of any case.
+    pub ranks: usize,
 }
 
 /// What came of a case.
@@ -503,6 +505,11 @@ impl Supervisor {
         // NVLink multicast is no part of what an engine needs, and a fault in it can outlast the process.
         if !env::is_set(env::NCCL_NVLS_ENABLE) {
             command.env(env::NCCL_NVLS_ENABLE, "0");
+        }
+        // Workers do their host's work at the same time: each gets its part of the cores.
+        if !env::is_set(env::RAYON_NUM_THREADS) {
+            let cores = std::thread::available_parallelism().map_or(1, usize::from);
+            command.env(env::RAYON_NUM_THREADS, cores.div_ceil(self.processes(self.crew.ranks).max(1)).to_string());
         }
         // A group of its own: Ctrl-C goes to the supervisor, which ends its workers itself.
         command.process_group(0);

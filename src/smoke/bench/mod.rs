@@ -156,6 +156,7 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
             transport: Transport::Ipc,
             gpus: request.gpus.clone(),
             deadline: request.deadline,
+            ranks: request.ranks.iter().copied().max().unwrap_or(2),
         }))
     };
     observe(Event::Step("starting a worker on the GPU".to_owned()));
