@@ -2,38 +2,12 @@
 //! workers, their supervisor, the report and the exit codes are the real ones. The numbers are for machines with a GPU.
 
 use std::fs;
-use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::OnceLock;
 
 use serde_json::Value;
 
+use crate::support::gpu::fakes;
 use crate::support::sandbox::{Ran, Sandbox};
-use crate::support::toolkit::nvcc;
-
-const SUPPORT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/it/support");
-
-/// The folder of the fakes: `libcuda.so`, `libtvm_ffi.so` and `artifact.so`, which is for sm_90. Made once.
-fn fakes() -> &'static Path {
-    static FAKES: OnceLock<PathBuf> = OnceLock::new();
-    FAKES.get_or_init(|| {
-        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap().keep();
-        let cc = |name: &str, from: &Path| {
-            let mut cc = Command::new("cc");
-            cc.args(["-shared", "-fPIC", "-o"]).arg(dir.join(name)).arg(from).arg("-lstdc++");
-            assert!(cc.status().expect("cc starts").success(), "{name}");
-        };
-        let support = Path::new(SUPPORT);
-        cc("libcuda.so", &support.join("driver.c"));
-        // Found as `libcuda.so.1` too, before any that the machine has.
-        std::os::unix::fs::symlink("libcuda.so", dir.join("libcuda.so.1")).unwrap();
-        cc("libtvm_ffi.so", &support.join("tvm_ffi.c"));
-        let source = format!("{SUPPORT}/artifact.cu");
-        nvcc(&dir, &["-c", "-Xcompiler", "-fPIC", "-gencode", "arch=compute_90,code=sm_90", "-o", "artifact.o", &source]);
-        cc("artifact.so", &dir.join("artifact.o"));
-        dir
-    })
-}
 
 /// `fi-arch smoke` on the fake artifact and a GPU of sm_90 that is none.
 fn smoke(sandbox: &Sandbox, args: &[&str]) -> Command {

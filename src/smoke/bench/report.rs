@@ -143,7 +143,9 @@ impl Report {
     pub fn to_json(&self) -> Value {
         let problem = |code: &str, message: String| json!({ "code": code, "message": message });
         let mut problems: Vec<Value> = self.platform_faults.iter().map(|fault| problem("platform", fault.clone())).collect();
-        let faults = self.rows.iter().filter_map(|row| row.fault.as_ref().map(|fault| format!("{}: {fault}", row.name())));
+        // What `auto` takes has a row of its own.
+        let rows = self.rows.iter().filter(|row| row.taken.is_none());
+        let faults = rows.filter_map(|row| row.fault.as_ref().map(|fault| format!("{}: {fault}", row.name())));
         problems.extend(faults.map(|fault| problem("wrong", fault)));
         if let Some(compared) = &self.baseline {
             problems.extend(compared.unusable.iter().map(|why| problem("baseline", why.clone())));

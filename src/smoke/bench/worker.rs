@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use rayon::prelude::*;
 
-use super::plan::{FUNCTION, PATTERN, Point, SETS, Way};
+use super::plan::{FUNCTION, NORM, PATTERN, Point, SETS, Way};
 use super::protocol::{Answer, Order};
 use crate::smoke::cases::Case;
 use crate::smoke::fault::{Planted, planted};
@@ -25,7 +25,7 @@ use crate::smoke::reference::{Distance, EPS, Expected, Outputs};
 use crate::smoke::signature::Values;
 use crate::smoke::stage::{Stage, Trouble, Waited, describe, standing};
 
-const NORM: &str = include_str!("../../../cuda-src/bench/add_rms_norm.cu");
+const NORM_SOURCE: &str = include_str!("../../../cuda-src/bench/add_rms_norm.cu");
 /// The oldest target whose kernels can start before the one ahead has ended.
 const OVERLAPS_FROM: u32 = 90;
 /// How many replays pass between two signs of life.
@@ -119,11 +119,11 @@ impl Bench {
         let mut compiler = None;
         if let Some(path) = nvrtc {
             let nvrtc = Nvrtc::open(path)?;
-            let cubin = nvrtc.compile("add_rms_norm.cu", NORM, &["--std=c++17"], stage.device.sm)?;
+            let cubin = nvrtc.compile("add_rms_norm.cu", NORM_SOURCE, &["--std=c++17"], stage.device.sm)?;
             let code = stage.context.load(&cubin).map_err(said)?;
             for dtype in [DType::Bf16, DType::Fp16] {
                 for vectors in [1, 2, 4] {
-                    let name = format!("add_rms_norm_{}_{vectors}", dtype.word());
+                    let name = format!("{NORM}_{}_{vectors}", dtype.word());
                     self.norms.insert((dtype, vectors), code.function(&name).map_err(said)?);
                 }
             }
@@ -150,7 +150,7 @@ impl Bench {
             *kernels.entry(name).or_default() += 1;
         }
         let wanted = match way {
-            Way::Nccl => "add_rms_norm_",
+            Way::Nccl => NORM,
             Way::OneShot => "allreduce_fusion_kernel_oneshot_lamport",
             Way::TwoShot => "allreduce_fusion_kernel_twoshot_sync",
         };
