@@ -8,6 +8,7 @@ use serde_json::Value;
 
 use crate::support::gpu::fakes;
 use crate::support::sandbox::{Ran, Sandbox};
+use crate::support::toolkit::nvcc;
 
 /// `fi-arch bench` on the fake artifact and two GPUs of sm_90 that are none.
 fn bench(sandbox: &Sandbox, args: &[&str]) -> Command {
@@ -15,10 +16,17 @@ fn bench(sandbox: &Sandbox, args: &[&str]) -> Command {
     let shared = sandbox.path("shared");
     fs::create_dir_all(&shared).unwrap();
     let mut command = sandbox.command(&["bench"]);
-    command.arg(fakes.join("fused.so")).args(["--hidden", "512", "--replays", "3"]).args(args);
-    for (flag, file) in [("--tvm-ffi", "libtvm_ffi.so"), ("--nccl", "libnccl.so.2"), ("--nvrtc", "libnvrtc.so.13")] {
+    command.arg(fakes.join("fused.so")).args(args);
+    let fake = |name: &str| fakes.join(name).to_str().unwrap().to_owned();
+    for (flag, value) in [
+        ("--hidden", "512".to_owned()),
+        ("--replays", "3".to_owned()),
+        ("--tvm-ffi", fake("libtvm_ffi.so")),
+        ("--nccl", fake("libnccl.so.2")),
+        ("--nvrtc", fake("libnvrtc.so.13")),
+    ] {
         if !args.contains(&flag) {
-            command.arg(flag).arg(fakes.join(file));
+            command.arg(flag).arg(value);
         }
     }
     command.env("LD_LIBRARY_PATH", fakes).env("FAKE_SM", "90").env("FAKE_GPUS", "2").env("FAKE_SHARED", shared);
@@ -220,24 +228,24 @@ fn a_wrong_command_line_and_a_wrong_artifact_are_refused_before_anything_is_meas
         (&["--nvrtc", "/nowhere/libnvrtc.so.13"], "/nowhere/libnvrtc.so.13"),
         (&["--flashinfer", "new"], "--flashinfer"),
     ] {
-        // The last word counts where a flag is given twice.
-        let mut command = bench(&sandbox, &[]);
-        let all: Vec<_> = command.get_args().map(ToOwned::to_owned).collect();
-        let flag = args[0];
-        let mut kept = Vec::new();
-        let mut words = all.into_iter();
-        while let Some(word) = words.next() {
-            if word == flag {
-                words.next();
-            } else {
-                kept.push(word);
-            }
-        }
-        let mut again = sandbox.command(&[]);
-        again.args(kept).args(args).envs(command.env("FAKE", "").get_envs().filter_map(|(name, value)| Some((name, value?))));
-        Ran::of(&mut again).exits(2).says(says);
+        Ran::of(&mut bench(&sandbox, args)).exits(2).says(says);
     }
     Ran::of(&mut sandbox.command(&["bench"])).exits(2).says("ARTIFACT");
     let mut command = sandbox.command(&["bench"]);
     Ran::of(command.arg(fakes().join("artifact.so"))).exits(1).says("it exports no trtllm_allreduce_fusion").says("hint: ");
+}
+
+#[test]
+fn our_norm_compiles_without_a_header_and_no_kernel_of_it_is_hollow() {
+    let sandbox = Sandbox::new();
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/cuda-src/bench/add_rms_norm.cu");
+    for target in ["sm_90", "sm_120"] {
+        let cubin = format!("{target}.cubin");
+        nvcc(&sandbox.path(""), &["-cubin", &format!("-arch={target}"), "-o", &cubin, source]);
+        let image = &sandbox.run(&["inspect", &cubin, "--json"]).exits(0).json()["files"][0]["images"][0];
+        assert_eq!(
+            (image["target"].as_str(), image["kernels"].as_u64(), image["hollow"].as_u64()),
+            (Some(target), Some(6), Some(0))
+        );
+    }
 }

@@ -13,7 +13,7 @@ use super::plan::{FUNCTION, NORM, PATTERN, Point, SETS, Way};
 use super::protocol::{Answer, Order};
 use crate::smoke::cases::Case;
 use crate::smoke::fault::{Planted, planted};
-use crate::smoke::ffi::driver::{Driver, Event, Executable, Function, Memory, Parameter, Shape};
+use crate::smoke::ffi::driver::{CudaError, Driver, Event, Executable, Function, Graph, Memory, Parameter, Shape};
 use crate::smoke::ffi::nccl::{Communicator, ID_BYTES, Nccl};
 use crate::smoke::ffi::nvrtc::Nvrtc;
 use crate::smoke::ffi::tvm::{Argument, Element};
@@ -112,7 +112,7 @@ impl Bench {
     }
 
     fn load(&mut self, stage: &Stage, nccl: Option<&Path>, nvrtc: Option<&Path>, gpus: &[usize]) -> Result<Answer, String> {
-        let said = |error: crate::smoke::ffi::driver::CudaError| error.to_string();
+        let said = |error: CudaError| error.to_string();
         let driver = Driver::open()?;
         let pairs = gpus.iter().flat_map(|one| gpus.iter().map(move |other| (*one, *other))).filter(|(one, other)| one != other);
         let links = pairs.map(|(one, other)| driver.link(one, other)).collect::<Result<_, _>>().map_err(said)?;
@@ -139,7 +139,12 @@ impl Bench {
     fn capture(&mut self, stage: &Stage, way: Way) -> Result<Answer, Trouble> {
         let laid = self.laid.as_ref().ok_or_else(|| Trouble::Failed("no point was begun".to_owned()))?;
         let may_overlap = stage.device.sm >= OVERLAPS_FROM;
-        let (graph, overlaps) = match self.graph(stage, laid, way, may_overlap) {
+        if way == Way::Nccl {
+            // NCCL connects its ranks at their first call, which is not to be in a graph.
+            self.separately(stage, laid, 0, false)?;
+            stage.finish(&stage.origin).map_err(|waited| laid.hung(waited, way.word(), 0))?;
+        }
+        let ((graph, executable), overlaps) = match self.graph(stage, laid, way, may_overlap) {
             Ok(graph) => (graph, may_overlap),
             // A driver that cannot hang such a launch behind NCCL's: ours starts when that has ended, as any kernel does.
             Err(Trouble::Failed(_)) if way == Way::Nccl && may_overlap => (self.graph(stage, laid, way, false)?, false),
@@ -162,12 +167,11 @@ impl Bench {
             let held: Vec<_> = kernels.iter().map(|(name, count)| format!("{count} × {name}")).collect();
             return Err(Trouble::Wrong(format!("the graph holds {} where {expected} × {wanted} are expected", held.join(", "))));
         }
-        let executable = graph.instantiate()?;
         self.laid()?.graph = Some((way, executable));
         Ok(Answer::Captured { kernels: kernels.into_iter().collect(), overlaps: overlaps && way == Way::Nccl })
     }
 
-    fn graph(&self, stage: &Stage, laid: &Laid, way: Way, overlaps: bool) -> Result<crate::smoke::ffi::driver::Graph, Trouble> {
+    fn graph(&self, stage: &Stage, laid: &Laid, way: Way, overlaps: bool) -> Result<(Graph, Executable), Trouble> {
         stage.origin.begin_capture()?;
         let put = || -> Result<(), Trouble> {
             for call in 0..=laid.point.calls {
@@ -185,7 +189,9 @@ impl Bench {
         // The end of a capture that failed only says that it failed.
         let graph = stage.origin.end_capture();
         put?;
-        Ok(graph?)
+        let graph = graph?;
+        let executable = graph.instantiate()?;
+        Ok((graph, executable))
     }
 
     /// NCCL's all-reduce, then our norm.
