@@ -296,6 +296,9 @@ fn text(report: &Report, policy_withheld: bool) -> String {
     for remark in &report.remarks {
         let _ = writeln!(text, "  remark: {remark}");
     }
+    if let Some((median, most)) = report.against_ratios() {
+        let _ = writeln!(text, "  by the medians of the second artifact: {median:.3} × in the middle, {most:.3} × at most");
+    }
     if let Some(compared) = &report.baseline {
         let path = compared.path.display();
         let _ = match (compared.saved, compared.rows) {

@@ -166,6 +166,7 @@ fn a_second_artifact_is_measured_in_turn() {
     let rows = report["scenarios"][0]["rows"].as_array().unwrap();
     assert!(rows.iter().any(|row| row["of"] == "against" && hundredths(&row["median_us"]) == Some(500)));
     assert_eq!(report["digest"], report["against"]["digest"]);
+    assert_eq!(report["against_ratios"]["most"], 1.0);
 }
 
 #[test]
