@@ -97,7 +97,7 @@ pub struct Args {
     save_baseline: Option<PathBuf>,
 
     /// By how much a figure may exceed the baseline, beside the noise, in percent
-    #[arg(long, value_name = "PERCENT", default_value_t = 10.0)]
+    #[arg(long, value_name = "PERCENT", default_value_t = 10.0, allow_negative_numbers = true)]
     tolerance: f64,
 
     /// libnccl.so.2 [default: the environment's, else the system's]
@@ -239,7 +239,9 @@ impl Display {
             (Event::Step(text), Some(bar)) => bar.set_message(text),
             (Event::Step(text), None) if !self.quiet => eprintln!("{text} …"),
             (Event::Measured { at, of, rows, .. }, bar) => {
-                for (row, fault) in rows.iter().filter_map(|row| row.fault.as_ref().map(|fault| (row, fault))) {
+                for (row, fault) in
+                    rows.iter().filter(|row| row.taken.is_none()).filter_map(|row| row.fault.as_ref().map(|fault| (row, fault)))
+                {
                     let line = format!("FAULT {}: {fault}", row.name());
                     match bar {
                         Some(bar) => bar.println(line),
@@ -283,7 +285,7 @@ fn text(report: &Report, policy_withheld: bool) -> String {
         }
     }
     text.push('\n');
-    for row in &report.rows {
+    for row in report.rows.iter().filter(|row| row.taken.is_none()) {
         if let Some(fault) = &row.fault {
             let _ = writeln!(text, "  FAULT {} ({}): {fault}", row.name(), row.of.word());
         }
@@ -293,6 +295,9 @@ fn text(report: &Report, policy_withheld: bool) -> String {
     }
     for remark in &report.remarks {
         let _ = writeln!(text, "  remark: {remark}");
+    }
+    if let Some((median, most)) = report.against_ratios() {
+        let _ = writeln!(text, "  by the medians of the second artifact: {median:.3} × in the middle, {most:.3} × at most");
     }
     if let Some(compared) = &report.baseline {
         let path = compared.path.display();

@@ -2,48 +2,18 @@
 //! workers, their supervisor, the report and the exit codes are the real ones. The numbers are for machines with a GPU.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
-use std::sync::OnceLock;
 
 use serde_json::Value;
 
+use crate::support::gpu::fakes;
 use crate::support::sandbox::{Ran, Sandbox};
 use crate::support::toolkit::nvcc;
-
-/// What the fake driver runs of fi-arch's own kernels.
-const KERNELS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/cuda-src/smoke");
-const SUPPORT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/it/support");
 
 /// A file of the project.
 fn read(path: &str) -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(path)).unwrap()
-}
-
-/// The folder of the fakes: `libcuda.so`, `libtvm_ffi.so`, `libnvrtc-fake.so`, and for sm_90 `artifact.so` and `reducer.so`, which
-/// has a fused all-reduce too. Made once.
-fn fakes() -> &'static Path {
-    static FAKES: OnceLock<PathBuf> = OnceLock::new();
-    FAKES.get_or_init(|| {
-        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap().keep();
-        let cc = |name: &str, from: &[PathBuf]| {
-            let mut cc = Command::new("cc");
-            cc.args(["-O2", "-ffp-contract=off", "-shared", "-fPIC", "-I", KERNELS, "-o"]).arg(dir.join(name)).args(from);
-            assert!(cc.args(["-lstdc++", "-ldl"]).status().expect("cc starts").success(), "{name}");
-        };
-        let support = Path::new(SUPPORT);
-        cc("libcuda.so", &[support.join("driver.c"), support.join("kernels.cpp")]);
-        // Found as `libcuda.so.1` too, before any that the machine has.
-        std::os::unix::fs::symlink("libcuda.so", dir.join("libcuda.so.1")).unwrap();
-        cc("libtvm_ffi.so", &[support.join("tvm_ffi.c")]);
-        cc("libnvrtc-fake.so", &[support.join("nvrtc.c")]);
-        for name in ["artifact", "reducer"] {
-            let (source, object) = (format!("{SUPPORT}/{name}.cu"), format!("{name}.o"));
-            nvcc(&dir, &["-c", "-Xcompiler", "-fPIC", "-gencode", "arch=compute_90,code=sm_90", "-o", &object, &source]);
-            cc(&format!("{name}.so"), &[dir.join(object)]);
-        }
-        dir
-    })
 }
 
 /// `fi-arch smoke` on the fake artifact and a GPU of sm_90 that is none.
@@ -56,7 +26,7 @@ fn smoke(sandbox: &Sandbox, args: &[&str]) -> Command {
 
 /// The same on the artifact that reduces, two ranks in one process, in bf16 and one-shot: what the fakes can do.
 fn reducing(sandbox: &Sandbox, args: &[&str]) -> Command {
-    let artifact = fakes().join("reducer.so");
+    let artifact = fakes().join("fused.so");
     let mut command = sandbox.command(&["smoke", artifact.to_str().unwrap(), "--transport", "inproc", "--ranks", "2", "--json"]);
     command.args(["--only", "allreduce one-shot bf16 ranks=2 tokens=3 hidden=2880"]).args(args);
     command.env("LD_LIBRARY_PATH", fakes()).env("FAKE_SM", "90");

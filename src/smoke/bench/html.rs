@@ -126,7 +126,7 @@ fn draw(
         .margin(12)
         .x_label_area_size(42)
         .y_label_area_size(58)
-        .build_cartesian_2d(tokens.log_scale(), micros.log_scale())?;
+        .build_cartesian_2d(tokens.log_scale().base(2.0), micros.log_scale())?;
     let number = |value: &f64| if *value < 10.0 { format!("{value:.1}") } else { format!("{value:.0}") };
     chart
         .configure_mesh()
@@ -134,7 +134,7 @@ fn draw(
         .y_desc("µs a call (median)")
         .x_label_formatter(&|value| format!("{value:.0}"))
         .y_label_formatter(&number)
-        .light_line_style(BLACK.mix(0.05))
+        .max_light_lines(0)
         .draw()?;
     for (at, (of, mode)) in LINES.into_iter().enumerate() {
         let line = points(of, mode);
@@ -163,7 +163,7 @@ fn draw(
     }
     chart
         .configure_series_labels()
-        .position(SeriesLabelPosition::UpperLeft)
+        .position(SeriesLabelPosition::LowerRight)
         .background_style(WHITE.mix(0.85))
         .border_style(BLACK.mix(0.3))
         .draw()?;

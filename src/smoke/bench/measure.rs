@@ -60,6 +60,8 @@ pub enum Came {
     Measured(Leg),
     /// Wrong numbers, a wrong graph, an error or a hang.
     Fault(String),
+    /// It was left out, since an earlier leg took the workers with it.
+    Left(String),
 }
 
 impl Crew {
@@ -103,7 +105,7 @@ impl Crew {
     /// Measures one way through the point that was begun.
     pub fn leg(&mut self, point: &Point, way: Way, warm_up: u32, replays: u32) -> Result<Came> {
         if self.ready < point.ranks {
-            return Ok(Came::Fault("the workers were lost before it".to_owned()));
+            return Ok(Came::Left("the workers were lost in an earlier leg".to_owned()));
         }
         let done = self.try_leg(point, way, warm_up, replays);
         Ok(self.settle(done)?.unwrap_or_else(Came::Fault))

@@ -49,7 +49,7 @@ use crate::tables::calls::{OneShot, calls};
 use baseline::Compared;
 use machine::{Gpu, Machine, Topology};
 use measure::{Came, Crew};
-use plan::{FUNCTION, PATTERN, Point, SETS, Wanted, Way};
+use plan::{FUNCTION, NORM, PATTERN, Point, SETS, Wanted, Way};
 use report::{Named, Report, Settings};
 use rows::{Legs, Of, Row};
 
@@ -298,7 +298,8 @@ impl Run<'_> {
             };
             if let (Way::Nccl, Came::Measured(leg)) = (way, &came) {
                 self.overlaps &= leg.overlaps;
-                self.nccl_kernels.extend(leg.kernels.iter().map(|(kernel, _)| kernel.clone()));
+                let kernels = leg.kernels.iter().map(|(kernel, _)| kernel);
+                self.nccl_kernels.extend(kernels.filter(|kernel| !kernel.contains(NORM)).cloned());
             }
             legs.came.push((of, way, came));
         }

@@ -10,6 +10,8 @@ use crate::tables::calls::OneShot;
 /// The function that is measured, and its pattern: all-reduce, residual add, RMSNorm.
 pub const FUNCTION: &str = "trtllm_allreduce_fusion";
 pub const PATTERN: i64 = 1;
+/// What the names of our own kernels begin with.
+pub const NORM: &str = "add_rms_norm";
 /// The tokens of a sweep. 3 is a decoding step with two tokens of speculation.
 pub const TOKENS: [usize; 13] = [1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048];
 pub const HIDDEN: usize = 7168;

@@ -9,6 +9,7 @@ use super::baseline::Compared;
 use super::machine::Machine;
 use super::plan::Scenario;
 use super::rows::Row;
+use super::stats::{median, quantile};
 use super::verdict::{Decision, policy};
 use crate::digest::Digest;
 use crate::policy::Policy;
@@ -133,6 +134,13 @@ impl Report {
         self.policy().to_toml(&heading)
     }
 
+    /// The artifact's medians by those of the second one: the middle and the largest of all rows; none without a second one.
+    pub fn against_ratios(&self) -> Option<(f64, f64)> {
+        let rows = self.rows.iter().filter(|row| row.taken.is_none());
+        let ratios: Vec<f64> = rows.filter_map(|row| row.against_ratio).collect();
+        Some((median(&ratios)?, quantile(&ratios, 1.0)?))
+    }
+
     /// The rows of each scenario.
     pub fn by_scenario(&self) -> Vec<(Scenario, Vec<&Row>)> {
         let of = |scenario| (scenario, self.rows.iter().filter(|row| row.scenario == scenario).collect::<Vec<_>>());
@@ -143,7 +151,9 @@ impl Report {
     pub fn to_json(&self) -> Value {
         let problem = |code: &str, message: String| json!({ "code": code, "message": message });
         let mut problems: Vec<Value> = self.platform_faults.iter().map(|fault| problem("platform", fault.clone())).collect();
-        let faults = self.rows.iter().filter_map(|row| row.fault.as_ref().map(|fault| format!("{}: {fault}", row.name())));
+        // What `auto` takes has a row of its own.
+        let rows = self.rows.iter().filter(|row| row.taken.is_none());
+        let faults = rows.filter_map(|row| row.fault.as_ref().map(|fault| format!("{}: {fault}", row.name())));
         problems.extend(faults.map(|fault| problem("wrong", fault)));
         if let Some(compared) = &self.baseline {
             problems.extend(compared.unusable.iter().map(|why| problem("baseline", why.clone())));
@@ -159,6 +169,7 @@ impl Report {
             "flashinfer": self.artifact.flashinfer,
             "target": self.artifact.target.join(", "),
             "against": self.against,
+            "against_ratios": self.against_ratios().map(|(median, most)| json!({ "median": median, "most": most })),
             "machine": self.machine,
             "scenarios": self.by_scenario().into_iter().map(|(scenario, rows)| {
                 json!({ "name": scenario.word(), "rows": rows })

@@ -182,10 +182,11 @@ fn row(point: &Point, of: Of, way: Way, legs: &Legs) -> Row {
         match came {
             Came::Measured(leg) => measured.push(leg),
             Came::Fault(fault) => _ = row.fault.get_or_insert_with(|| fault.clone()),
+            Came::Left(why) => row.skipped = Some(why.clone()),
         }
     }
-    // A figure of something that is wrong is none.
-    if row.fault.is_none() {
+    // A figure of something that is wrong is none, nor is one that lacks a leg.
+    if row.fault.is_none() && row.skipped.is_none() {
         let micros: Vec<&[f64]> = measured.iter().map(|leg| &leg.micros[..]).collect();
         row.series = series(&micros, point.calls);
         let whole = || row.series.as_ref().map(|series| series.median_us * point.calls as f64);

@@ -9,12 +9,12 @@ use std::time::Duration;
 
 use rayon::prelude::*;
 
-use super::plan::{FUNCTION, PATTERN, Point, SETS, Way};
+use super::plan::{FUNCTION, NORM, PATTERN, Point, SETS, Way};
 use super::protocol::{Answer, Order};
 use crate::smoke::cases::Case;
 use crate::smoke::compare::describe;
 use crate::smoke::fault::{Planted, planted};
-use crate::smoke::ffi::driver::{Driver, Event, Executable, Function, Memory, Parameter, Shape};
+use crate::smoke::ffi::driver::{CudaError, Driver, Event, Executable, Function, Graph, Memory, Parameter, Shape};
 use crate::smoke::ffi::nccl::{Communicator, ID_BYTES, Nccl};
 use crate::smoke::ffi::nvrtc::Nvrtc;
 use crate::smoke::ffi::tvm::{Argument, Element};
@@ -26,7 +26,7 @@ use crate::smoke::reference::{Distance, EPS, Expected, Outputs};
 use crate::smoke::signature::Values;
 use crate::smoke::stage::{Stage, Trouble, Waited, standing};
 
-const NORM: &str = include_str!("../../../cuda-src/bench/add_rms_norm.cu");
+const NORM_SOURCE: &str = include_str!("../../../cuda-src/bench/add_rms_norm.cu");
 /// The oldest target whose kernels can start before the one ahead has ended.
 const OVERLAPS_FROM: u32 = 90;
 /// How many replays pass between two signs of life.
@@ -113,18 +113,18 @@ impl Bench {
     }
 
     fn load(&mut self, stage: &Stage, nccl: Option<&Path>, nvrtc: Option<&Path>, gpus: &[usize]) -> Result<Answer, String> {
-        let said = |error: crate::smoke::ffi::driver::CudaError| error.to_string();
+        let said = |error: CudaError| error.to_string();
         let driver = Driver::open()?;
         let pairs = gpus.iter().flat_map(|one| gpus.iter().map(move |other| (*one, *other))).filter(|(one, other)| one != other);
         let links = pairs.map(|(one, other)| driver.link(one, other)).collect::<Result<_, _>>().map_err(said)?;
         let mut compiler = None;
         if let Some(path) = nvrtc {
             let nvrtc = Nvrtc::open(path)?;
-            let cubin = nvrtc.compile("add_rms_norm.cu", NORM, &["--std=c++17"], stage.device.sm)?;
+            let cubin = nvrtc.compile("add_rms_norm.cu", NORM_SOURCE, &["--std=c++17"], stage.device.sm)?;
             let code = stage.context.load(&cubin).map_err(said)?;
             for dtype in [DType::Bf16, DType::Fp16] {
                 for vectors in [1, 2, 4] {
-                    let name = format!("add_rms_norm_{}_{vectors}", dtype.word());
+                    let name = format!("{NORM}_{}_{vectors}", dtype.word());
                     self.norms.insert((dtype, vectors), code.function(&name).map_err(said)?);
                 }
             }
@@ -140,7 +140,12 @@ impl Bench {
     fn capture(&mut self, stage: &Stage, way: Way) -> Result<Answer, Trouble> {
         let laid = self.laid.as_ref().ok_or_else(|| Trouble::Failed("no point was begun".to_owned()))?;
         let may_overlap = stage.device.sm >= OVERLAPS_FROM;
-        let (graph, overlaps) = match self.graph(stage, laid, way, may_overlap) {
+        if way == Way::Nccl {
+            // NCCL connects its ranks at their first call, which is not to be in a graph.
+            self.separately(stage, laid, 0, false)?;
+            stage.finish(&stage.origin).map_err(|waited| laid.hung(waited, way.word(), 0))?;
+        }
+        let ((graph, executable), overlaps) = match self.graph(stage, laid, way, may_overlap) {
             Ok(graph) => (graph, may_overlap),
             // A driver that cannot hang such a launch behind NCCL's: ours starts when that has ended, as any kernel does.
             Err(Trouble::Failed(_)) if way == Way::Nccl && may_overlap => (self.graph(stage, laid, way, false)?, false),
@@ -151,7 +156,7 @@ impl Bench {
             *kernels.entry(name).or_default() += 1;
         }
         let wanted = match way {
-            Way::Nccl => "add_rms_norm_",
+            Way::Nccl => NORM,
             Way::OneShot => "allreduce_fusion_kernel_oneshot_lamport",
             Way::TwoShot => "allreduce_fusion_kernel_twoshot_sync",
         };
@@ -163,12 +168,11 @@ impl Bench {
             let held: Vec<_> = kernels.iter().map(|(name, count)| format!("{count} × {name}")).collect();
             return Err(Trouble::Wrong(format!("the graph holds {} where {expected} × {wanted} are expected", held.join(", "))));
         }
-        let executable = graph.instantiate()?;
         self.laid()?.graph = Some((way, executable));
         Ok(Answer::Captured { kernels: kernels.into_iter().collect(), overlaps: overlaps && way == Way::Nccl })
     }
 
-    fn graph(&self, stage: &Stage, laid: &Laid, way: Way, overlaps: bool) -> Result<crate::smoke::ffi::driver::Graph, Trouble> {
+    fn graph(&self, stage: &Stage, laid: &Laid, way: Way, overlaps: bool) -> Result<(Graph, Executable), Trouble> {
         stage.origin.begin_capture()?;
         let put = || -> Result<(), Trouble> {
             for call in 0..=laid.point.calls {
@@ -186,7 +190,9 @@ impl Bench {
         // The end of a capture that failed only says that it failed.
         let graph = stage.origin.end_capture();
         put?;
-        Ok(graph?)
+        let graph = graph?;
+        let executable = graph.instantiate()?;
+        Ok((graph, executable))
     }
 
     /// NCCL's all-reduce, then our norm.
