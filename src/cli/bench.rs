@@ -2,15 +2,12 @@
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
-use std::io::IsTerminal;
 use std::path::PathBuf;
-use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressStyle};
 use pep440_rs::Version;
 
+use super::gpu::{self, Display, Flags};
 use super::output::Output;
-use super::smoke::stored;
 use crate::cancel;
 use crate::error::{Error, Result};
 use crate::exit::Exit;
@@ -20,7 +17,6 @@ use crate::smoke::bench::report::{Report, Word};
 use crate::smoke::bench::rows::{Mode, Of, Row};
 use crate::smoke::bench::stats::Difference;
 use crate::smoke::bench::{self, Event, Request, html};
-use crate::smoke::cases::RANKS;
 use crate::smoke::numbers::DType;
 use crate::survey;
 
@@ -32,13 +28,8 @@ use crate::survey;
 /// run on these GPUs. Ends with 0 whether it pays or not, with 1 when a number is wrong, a rank hangs, or it is slower than the baseline.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The artifact: a trtllm_comm.so of fi-arch's store, or built by FlashInfer itself
-    #[arg(value_name = "ARTIFACT", required_unless_present = "env")]
-    artifact: Option<PathBuf>,
-
-    /// A Python environment: its artifact in the store where none is named, its NCCL, NVRTC, libtvm_ffi and CUDA runtime [default for the last four: the active one]
-    #[arg(long, value_name = "DIR")]
-    env: Option<PathBuf>,
+    #[command(flatten)]
+    gpu: Flags,
 
     /// A second artifact, measured in turn with the first
     #[arg(long, value_name = "OTHER")]
@@ -64,17 +55,9 @@ pub struct Args {
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     ranks: Vec<usize>,
 
-    /// The GPUs that ranks go to, by the driver's numbers [default: all]
-    #[arg(long, value_name = "LIST", value_delimiter = ',')]
-    gpus: Vec<usize>,
-
     /// Replays of each graph that count; ten more go before them
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     replays: u32,
-
-    /// How long the GPU may take for one replay before it counts as hung, in seconds
-    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=600))]
-    deadline: u64,
 
     /// The release of FlashInfer that an artifact without a manifest was built from: when FlashInfer takes one-shot depends on it
     #[arg(long, value_name = "VERSION")]
@@ -100,21 +83,9 @@ pub struct Args {
     #[arg(long, value_name = "PERCENT", default_value_t = 10.0, allow_negative_numbers = true)]
     tolerance: f64,
 
-    /// libnccl.so.2 [default: the environment's, else the system's]
+    /// libnccl.so.2 [default: the environment's, else that of CUDA_HOME, else the system's]
     #[arg(long, value_name = "FILE")]
     nccl: Option<PathBuf>,
-
-    /// libnvrtc.so.13 or .12, which compiles the kernel behind NCCL [default: the environment's, else the system's]
-    #[arg(long, value_name = "FILE")]
-    nvrtc: Option<PathBuf>,
-
-    /// libtvm_ffi.so, or a folder that holds it [default: the environment's, else the one that a build fetched]
-    #[arg(long, value_name = "FILE|DIR")]
-    tvm_ffi: Option<PathBuf>,
-
-    /// The CUDA runtime that the artifact needs, such as libcudart.so.13 [default: the environment's, else the system's]
-    #[arg(long, value_name = "FILE")]
-    cudart: Option<PathBuf>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -133,10 +104,10 @@ enum DTypeArg {
 pub fn run(args: Args, output: &Output) -> Result<Exit> {
     cancel::on_signals();
     let context = Context::open()?;
-    let environment = survey::environment(args.env.as_deref(), &context.memo)?;
+    let environment = survey::environment(args.gpu.env.as_deref(), &context.memo)?;
     let request = request(&args, &context)?;
-    let mut display = Display::new(output);
-    let ran = bench::run(&request, environment.as_ref(), &context.home, &mut |event| display.event(event));
+    let display = Display::new(output);
+    let ran = bench::run(&request, environment.as_ref(), &context.home, &mut |event| show(&display, event));
     display.finish();
     let report = ran?;
     if let Some(path) = &args.html {
@@ -157,9 +128,7 @@ pub fn run(args: Args, output: &Output) -> Result<Exit> {
 }
 
 fn request(args: &Args, context: &Context) -> Result<Request> {
-    if let Some(odd) = args.ranks.iter().find(|ranks| !RANKS.contains(ranks)) {
-        return Err(Error::usage(format!("{odd} ranks are none of the sizes that the kernels know")).hint("2, 4 and 8 are"));
-    }
+    gpu::check_ranks(&args.ranks)?;
     if !args.hidden.is_multiple_of(8) || !(512..=MOST_HIDDEN).contains(&args.hidden) {
         return Err(Error::usage(format!("a hidden size of {} cannot be measured", args.hidden))
             .because("accesses are of 16 bytes, and our norm holds a row in registers")
@@ -172,12 +141,8 @@ fn request(args: &Args, context: &Context) -> Result<Request> {
         [] => TOKENS.into_iter().collect(),
         given => given.iter().map(|tokens| *tokens as usize).collect(),
     };
-    let artifact = match &args.artifact {
-        Some(artifact) => artifact.clone(),
-        None => stored(args.env.as_deref(), &args.gpus, context)?,
-    };
     Ok(Request {
-        artifact,
+        setup: args.gpu.setup(context)?,
         against: args.against.clone(),
         wanted: Wanted {
             scenarios: match args.scenario {
@@ -193,14 +158,9 @@ fn request(args: &Args, context: &Context) -> Result<Request> {
             },
         },
         ranks: args.ranks.clone(),
-        gpus: args.gpus.clone(),
         replays: args.replays,
         flashinfer: args.flashinfer.clone(),
-        deadline: Duration::from_secs(args.deadline),
-        tvm_ffi: args.tvm_ffi.clone(),
-        cudart: args.cudart.clone(),
         nccl: args.nccl.clone(),
-        nvrtc: args.nvrtc.clone(),
         baseline: args.baseline.clone(),
         save_baseline: args.save_baseline.clone(),
         tolerance_percent: args.tolerance,
@@ -214,53 +174,16 @@ fn quoted(word: &str) -> String {
     if !word.is_empty() && word.chars().all(plain) { word.to_owned() } else { format!("'{}'", word.replace('\'', "'\\''")) }
 }
 
-/// Shows how far a run is, on stderr.
-struct Display {
-    bar: Option<ProgressBar>,
-    quiet: bool,
-}
-
-impl Display {
-    fn new(output: &Output) -> Self {
-        let terminal = std::io::stderr().is_terminal();
-        let bar = terminal.then(|| {
-            let bar = ProgressBar::new(0);
-            if let Ok(style) = ProgressStyle::with_template("{spinner} {pos}/{len} {elapsed:.dim} {msg}") {
-                bar.set_style(style);
-            }
-            bar.enable_steady_tick(Duration::from_millis(120));
-            bar
-        });
-        Self { bar, quiet: output.is_json() && !terminal }
-    }
-
-    fn event(&mut self, event: Event) {
-        match (event, &self.bar) {
-            (Event::Step(text), Some(bar)) => bar.set_message(text),
-            (Event::Step(text), None) if !self.quiet => eprintln!("{text} …"),
-            (Event::Measured { at, of, rows, .. }, bar) => {
-                for (row, fault) in
-                    rows.iter().filter(|row| row.taken.is_none()).filter_map(|row| row.fault.as_ref().map(|fault| (row, fault)))
-                {
-                    let line = format!("FAULT {}: {fault}", row.name());
-                    match bar {
-                        Some(bar) => bar.println(line),
-                        None if !self.quiet => eprintln!("{line}"),
-                        None => {}
-                    }
-                }
-                if let Some(bar) = bar {
-                    bar.set_length(of as u64);
-                    bar.set_position(at as u64);
+fn show(display: &Display, event: Event) {
+    match event {
+        Event::Step(text) => display.step(text),
+        Event::Measured { at, of, point, rows } => {
+            for row in rows.iter().filter(|row| row.taken.is_none()) {
+                if let Some(fault) = &row.fault {
+                    display.line(&format!("FAULT {}: {fault}", row.name()));
                 }
             }
-            _ => {}
-        }
-    }
-
-    fn finish(&self) {
-        if let Some(bar) = &self.bar {
-            bar.finish_and_clear();
+            display.ended(at, of, format!("{} ranks, {} tokens", point.ranks, point.tokens), None);
         }
     }
 }
@@ -290,9 +213,7 @@ fn text(report: &Report, policy_withheld: bool) -> String {
             let _ = writeln!(text, "  FAULT {} ({}): {fault}", row.name(), row.of.word());
         }
     }
-    for fault in &report.platform_faults {
-        let _ = writeln!(text, "  platform: {fault}");
-    }
+    text.push_str(&report.platform.text());
     for remark in &report.remarks {
         let _ = writeln!(text, "  remark: {remark}");
     }

@@ -6,6 +6,7 @@ mod cache;
 mod doctor;
 mod explain;
 mod findings;
+mod gpu;
 mod inspect;
 mod install;
 mod output;

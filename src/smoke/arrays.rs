@@ -144,7 +144,9 @@ mod tests {
             ranks: vec![2],
             release: None,
         };
-        for planned in plan(Set::All, &scope).iter().filter(|one| one.case.hidden == 2880 && one.case.tokens < 16) {
+        // No size depends on how a kernel is launched.
+        let planned = plan(Set::All, &scope);
+        for planned in planned.iter().filter(|one| one.case.hidden == 2880 && one.case.tokens < 8 && !one.case.pdl) {
             let inputs = make(&planned.case, 3, 0, 1);
             let made = input_bytes(&inputs).map(|(array, bytes)| (array, bytes.len()));
             assert_eq!(made, input_sizes(&planned.case), "{}", planned.case);

@@ -61,7 +61,7 @@ impl Found {
     pub fn verdict(&self, hidden: usize) -> Result<Distance, Fails> {
         match &self.changed {
             Some(changed) => Err(changed.fails()),
-            None => all(&self.rows, hidden),
+            None => verdict(&self.rows, hidden),
         }
     }
 
@@ -75,9 +75,10 @@ impl Found {
     }
 }
 
-/// Holds the outputs of the `hosted` ranks (by rank and call) against the reference, on the host's cores. `inputs`: by call and rank.
+/// Holds the outputs of the `hosted` ranks (by rank and call) against the reference, on the host's cores, in as many calls
+/// as there are `inputs` of, which are by call and rank.
 pub fn on_host(case: &Case, inputs: &[Vec<Inputs>], hosted: &[usize], outputs: &[Vec<Outputs>]) -> Vec<Row> {
-    let rows: Vec<(usize, usize)> = (0..case.calls()).flat_map(|call| (0..case.tokens).map(move |token| (call, token))).collect();
+    let rows: Vec<(usize, usize)> = (0..inputs.len()).flat_map(|call| (0..case.tokens).map(move |token| (call, token))).collect();
     rows.into_par_iter()
         .map(|(call, token)| {
             let expected = Expected::new(case, &inputs[call], token);
@@ -90,7 +91,7 @@ pub fn on_host(case: &Case, inputs: &[Vec<Inputs>], hosted: &[usize], outputs: &
 }
 
 /// The distance of all rows; else what is wrong, the first in words.
-fn all(rows: &[Row], hidden: usize) -> Result<Distance, Fails> {
+pub fn verdict(rows: &[Row], hidden: usize) -> Result<Distance, Fails> {
     let faults = || rows.iter().filter_map(|row| row.as_ref().err());
     let Some(Fault { call, rank, token, wrong }) = faults().next() else {
         return Ok(rows.iter().flatten().copied().fold(Distance::default(), Distance::max));
@@ -125,7 +126,7 @@ fn near(one: f64, other: f64) -> bool {
     (one - other).abs() <= 1e-9 * one.abs().max(other.abs())
 }
 
-pub fn describe(wrong: &Wrong, hidden: usize) -> String {
+fn describe(wrong: &Wrong, hidden: usize) -> String {
     let Wrong { output, count, unwritten, column, got, least, most } = wrong;
     if unwritten == count {
         return format!("{output}: {count} elements of {hidden} were never written, the first at {column}");
@@ -151,17 +152,17 @@ mod tests {
 
     #[test]
     fn the_first_fault_is_told_with_how_many_tokens_are_wrong_and_whether_any_was_never_written() {
-        assert_eq!(all(&[right(0.5), right(0.75)], 64).unwrap(), right(0.75).unwrap());
-        let fails = all(&[right(0.5), wrong(2, 0), wrong(3, 3)], 64).unwrap_err();
+        assert_eq!(verdict(&[right(0.5), right(0.75)], 64).unwrap(), right(0.75).unwrap());
+        let fails = verdict(&[right(0.5), wrong(2, 0), wrong(3, 3)], 64).unwrap_err();
         assert!(
             fails.beyond_a_race && fails.what.contains("rank 2, call 1, token 3: norm_out: 2 elements are wrong"),
             "{}",
             fails.what
         );
         assert!(fails.what.contains("(2 of 3 tokens are wrong)"), "{}", fails.what);
-        let fails = all(&[wrong(64, 64)], 64).unwrap_err();
+        let fails = verdict(&[wrong(64, 64)], 64).unwrap_err();
         assert!(fails.what.contains("64 elements of 64 were never written"), "{}", fails.what);
-        assert!(!all(&[wrong(2, 0)], 64).unwrap_err().beyond_a_race);
+        assert!(!verdict(&[wrong(2, 0)], 64).unwrap_err().beyond_a_race);
     }
 
     #[test]

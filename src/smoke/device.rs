@@ -1,25 +1,26 @@
 //! Inputs made and outputs compared by kernels of ours on the GPU: what `inputs` and `reference` do, bit for bit.
 //!
 //! The arithmetic is in cuda-src/smoke/check.h, which a C++ compiler builds for the tests too. NVRTC builds the kernels for the GPU
-//! at hand, once a run, in the supervisor; workers load what it made.
+//! at hand (`kernels`).
 
 use std::collections::BTreeMap;
 
 use super::arrays::{Array, guard, input_sizes, output_sizes};
 use super::cases::{Case, What};
 use super::compare::{Changed, Fault, Found};
-use super::ffi::driver::{Context, CudaError, Function, Memory, Parameter, Shape, Stream};
+use super::ffi::driver::{Code, Context, CudaError, Function, Memory, Parameter, Shape, Stream};
+use super::kernels::Source;
 use super::layout;
 use super::numbers::DType;
 use super::reference::{Distance, Sizes, Wrong};
 use crate::tables::calls::Quant;
 
-/// What NVRTC compiles.
-pub const SOURCE: &str = concat!(include_str!("../../cuda-src/smoke/check.h"), include_str!("../../cuda-src/smoke/kernels.cu"));
-/// What messages of the compiler call it.
-pub const NAME: &str = "fi_arch_smoke.cu";
-/// No product and sum may become one rounding: the host's do not.
-pub const OPTIONS: [&str; 2] = ["-std=c++17", "-fmad=false"];
+/// What NVRTC compiles. No product and sum may become one rounding: the host's do not.
+pub const SOURCE: Source = Source {
+    name: "fi_arch_smoke.cu",
+    text: concat!(include_str!("../../cuda-src/smoke/check.h"), include_str!("../../cuda-src/smoke/kernels.cu")),
+    options: &["-std=c++17", "-fmad=false"],
+};
 
 /// Threads of a block; `LANES` in check.h.
 const LANES: u32 = 256;
@@ -42,8 +43,7 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    pub fn load(context: &Context, cubin: &[u8]) -> Result<Self, CudaError> {
-        let code = context.load(cubin)?;
+    pub fn of(code: &Code) -> Result<Self, CudaError> {
         Ok(Self {
             rows: code.function("fi_arch_smoke_rows")?,
             make: code.function("fi_arch_smoke_make")?,

@@ -1,6 +1,7 @@
 //! Faults that a test plants in a run, to show that each is caught: [`FI_ARCH_FAULT`](crate::env::FI_ARCH_FAULT).
 
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use crate::env;
 
@@ -25,6 +26,17 @@ pub enum Planted {
 pub fn planted() -> Option<Planted> {
     static PLANTED: OnceLock<Option<Planted>> = OnceLock::new();
     *PLANTED.get_or_init(|| read(&env::var(env::FI_ARCH_FAULT)?.into_string().ok()?))
+}
+
+/// Does to this process what is planted for a rank in a replay, counted from 0; returns where nothing is.
+pub fn strike(rank: usize, replay: u32) {
+    match planted() {
+        Some(Planted::Absent(absent)) if (absent, 1) == (rank, replay) => loop {
+            std::thread::sleep(Duration::from_secs(3600));
+        },
+        Some(Planted::Dies(dies)) if (dies, 1) == (rank, replay) => std::process::abort(),
+        _ => {}
+    }
 }
 
 fn read(text: &str) -> Option<Planted> {

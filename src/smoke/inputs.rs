@@ -2,6 +2,8 @@
 //!
 //! Each element comes from a counter alone, so that any rank, any thread and any device can make any part of it.
 
+use rayon::prelude::*;
+
 use super::cases::{Case, What};
 use super::numbers::{DType, Floats};
 
@@ -58,15 +60,18 @@ pub fn seed(case_number: u64, replay: u32) -> u64 {
 }
 
 /// The inputs of `rank` for the call `call` of a replay.
+#[cfg(test)]
 pub fn make(case: &Case, seed: u64, call: usize, rank: usize) -> Inputs {
     parts(case, seed, call, rank, true)
 }
 
-/// What the other ranks need of them: what is reduced. The rest stays empty.
-pub fn make_reduced(case: &Case, seed: u64, call: usize, rank: usize) -> Inputs {
-    parts(case, seed, call, rank, false)
+/// The inputs of so many calls, by call and rank: whole for the `hosted` ranks, what is reduced for the others.
+pub fn of_all(case: &Case, seed: u64, calls: usize, hosted: &[usize]) -> Vec<Vec<Inputs>> {
+    let of_rank = |call, rank| parts(case, seed, call, rank, hosted.contains(&rank));
+    (0..calls).map(|call| (0..case.ranks).into_par_iter().map(|rank| of_rank(call, rank)).collect()).collect()
 }
 
+/// The inputs of `rank` for the call `call`: `whole`, or what the other ranks need of them, with the rest empty.
 fn parts(case: &Case, seed: u64, call: usize, rank: usize, whole: bool) -> Inputs {
     let (tokens, hidden) = (case.tokens, case.hidden);
     let source = |stream: Stream| mix(seed ^ mix((call as u64) << 32 | (rank as u64) << 8 | stream as u64));
@@ -227,7 +232,7 @@ mod tests {
         let finalize = What::MoeFinalize { top_k: 3, shared: true, weighted: true };
         for what in [plan_fusion(), finalize, What::Custom { path: Custom::PrePostOneShot, bias: true }] {
             let case = case(what, DType::Bf16);
-            let (whole, reduced) = (make(&case, 5, 0, 1), make_reduced(&case, 5, 0, 1));
+            let (whole, reduced) = (make(&case, 5, 0, 1), parts(&case, 5, 0, 1, false));
             assert!(!whole.gamma.is_empty() && reduced.gamma.is_empty() && reduced.bias.is_empty());
             let none = Floats::none;
             let (residual, gamma, gamma_pre, bias) = (none(), none(), none(), none());

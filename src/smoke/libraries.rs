@@ -44,11 +44,7 @@ pub fn cudart(
     home: &Path,
 ) -> Result<Option<PathBuf>> {
     if let Some(named) = named {
-        return if named.is_file() {
-            Ok(Some(named.to_owned()))
-        } else {
-            Err(Error::usage(format!("no such file: {}", named.display())))
-        };
+        return file(named).map(Some);
     }
     let Some(soname) = linkage.and_then(|linkage| linkage.needed.iter().find(|name| name.starts_with("libcudart.so"))) else {
         return Ok(None);
@@ -56,10 +52,7 @@ pub fn cudart(
     let mut places: Vec<PathBuf> = environment.map(survey::cudarts).unwrap_or_default();
     places.retain(|file| file.file_name().is_some_and(|name| name.to_string_lossy() == **soname));
     places.extend(Set::cuda()?.installed(home).map(|root| root.join("lib").join(soname)));
-    for variable in [env::CUDA_HOME, env::CUDA_PATH] {
-        let root = env::var(variable).map(PathBuf::from);
-        places.extend(root.into_iter().flat_map(|root| ["lib64", "lib"].map(|dir| root.join(dir).join(soname))));
-    }
+    places.extend(of_toolkit().map(|dir| dir.join(soname)));
     Ok(places.into_iter().find(|file| file.is_file()))
 }
 
@@ -86,21 +79,30 @@ pub fn nccl(named: Option<&Path>, environment: Option<&Environment>) -> Result<P
 fn find(named: Option<&Path>, environment: Option<&Environment>, wheel: &str, names: &[&str]) -> Result<PathBuf> {
     let stem = names[names.len() - 1];
     if let Some(named) = named {
-        return if named.is_file() {
-            std::path::absolute(named).map_err(|error| Error::io("resolve", named, error))
-        } else {
-            Err(Error::usage(format!("no such file: {}", named.display())))
-        };
+        return file(named);
     }
     let of_environment = environment.map(|environment| survey::cuda_libraries(environment, wheel, stem)).unwrap_or_default();
-    let roots = [env::CUDA_HOME, env::CUDA_PATH].into_iter().filter_map(|variable| env::var(variable).map(PathBuf::from));
-    let of_toolkit = roots.flat_map(|root| ["lib64", "lib"].map(|dir| root.join(dir)));
-    let of_toolkit = of_toolkit.flat_map(|dir| names.iter().map(|name| dir.join(name)).collect::<Vec<_>>());
+    let of_toolkit = of_toolkit().flat_map(|dir| names.iter().map(|name| dir.join(name)).collect::<Vec<_>>());
     if let Some(file) = of_environment.into_iter().chain(of_toolkit).find(|file| file.is_file()) {
         return Ok(file);
     }
     let found = names.iter().find(|name| library::is_found(name));
     found.map(PathBuf::from).ok_or_else(|| Error::machine(format!("no {stem} is here")))
+}
+
+/// A file that a user named: its absolute path.
+fn file(named: &Path) -> Result<PathBuf> {
+    if named.is_file() {
+        std::path::absolute(named).map_err(|error| Error::io("resolve", named, error))
+    } else {
+        Err(Error::usage(format!("no such file: {}", named.display())))
+    }
+}
+
+/// The folders of libraries of the toolkit that the environment names.
+fn of_toolkit() -> impl Iterator<Item = PathBuf> {
+    let roots = [env::CUDA_HOME, env::CUDA_PATH].into_iter().filter_map(|variable| env::var(variable).map(PathBuf::from));
+    roots.flat_map(|root| ["lib64", "lib"].map(|dir| root.join(dir)))
 }
 
 #[cfg(test)]

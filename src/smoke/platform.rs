@@ -6,6 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
+use serde_json::{Value, json};
 
 /// What is seen of the platform. What cannot be read is none, and `unreadable` says why.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
@@ -47,6 +48,39 @@ pub struct Container {
     pub shm_bytes: Option<u64>,
 }
 
+/// The platform, with what the probe found.
+#[derive(Debug, Clone, Default)]
+pub struct Probed {
+    pub seen: Platform,
+    /// What does not work between the GPUs, whatever is run on them.
+    pub faults: Vec<String>,
+    /// Ranks are on several GPUs, so that what lies between them counts.
+    pub several: bool,
+}
+
+impl Probed {
+    /// What explains the faults, and what to do; nothing where there are none.
+    pub fn explanations(&self) -> Vec<Remark> {
+        if self.faults.is_empty() { Vec::new() } else { self.seen.remarks(self.several) }
+    }
+
+    /// The faults and what explains them, as JSON tells problems.
+    pub fn problems(&self) -> Vec<Value> {
+        let faults = self.faults.iter().map(|fault| json!({ "code": "platform", "message": fault }));
+        let explained = self.explanations().into_iter();
+        let explained = explained.map(|remark| json!({ "code": "platform-remark", "message": remark.what, "hint": remark.hint }));
+        faults.chain(explained).collect()
+    }
+
+    /// The same for people, a line each.
+    pub fn text(&self) -> String {
+        let faults = self.faults.iter().map(|fault| format!("  the platform, not the kernel: {fault}\n"));
+        let explained = self.explanations().into_iter();
+        let explained = explained.map(|remark| format!("  the platform: {}\n    hint: {}\n", remark.what, remark.hint));
+        faults.chain(explained).collect()
+    }
+}
+
 /// Something that explains a failed probe, and what to do about it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Remark {
@@ -80,9 +114,7 @@ fn look_at(root: &Path, gpus: &[String]) -> Platform {
     }
     let mut seen = BTreeSet::new();
     for gpu in gpus {
-        // sysfs writes addresses in lower case.
-        let address = gpu.to_ascii_lowercase();
-        let device = root.join("sys/bus/pci/devices").join(&address);
+        let (address, device) = (gpu.to_ascii_lowercase(), in_sysfs(root, gpu));
         if let Ok(kind) = fs::read_to_string(device.join("iommu_group/type")) {
             platform.iommu.kinds.insert(address.clone(), kind.trim().to_owned());
         }
@@ -100,6 +132,11 @@ fn look_at(root: &Path, gpus: &[String]) -> Platform {
         platform.peer_mapping_off = params.lines().any(|line| line.trim() == "DmaRemapPeerMmio: 0");
     }
     platform
+}
+
+/// The folder of a device in sysfs, which writes addresses in lower case.
+pub(super) fn in_sysfs(root: &Path, pci: &str) -> PathBuf {
+    root.join("sys/bus/pci/devices").join(pci.to_ascii_lowercase())
 }
 
 /// The bridges above a device, each looked at once.

@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
-use tempfile::NamedTempFile;
-
 use super::ffi::driver::DeviceInfo;
-use super::platform::{Platform, Remark};
+use super::kernels::Compiled;
+use super::platform::Probed;
 use super::protocol::{Spent, Unknown};
-use super::supervise::{Played, Taken, Transport, Verdict};
+use super::quantiles::median;
+use super::supervise::{Played, Taken, Transport, Verdict, used};
 
 /// A whole run.
 #[derive(Debug)]
@@ -31,9 +31,7 @@ pub struct Report {
     pub not_called: Vec<Unknown>,
     /// Codes of patterns that the artifact has and the tables do not know.
     pub unknown_patterns: Vec<i64>,
-    /// What does not work between the GPUs, whatever is run on them.
-    pub platform_faults: Vec<String>,
-    pub platform: Platform,
+    pub platform: Probed,
     pub remarks: Vec<String>,
     /// The memory that was taken, by the ordinal of the GPU.
     pub memory: BTreeMap<usize, Taken>,
@@ -48,8 +46,8 @@ pub struct Report {
 /// Who makes inputs and compares outputs.
 #[derive(Debug)]
 pub enum ComparedBy {
-    /// The GPU, by kernels that this NVRTC compiled; and the host too in the first replay of each case.
-    Device { nvrtc: (u32, u32), _cubin: NamedTempFile },
+    /// The GPU, by kernels of ours; and the host too in the first replay of each case.
+    Device(Compiled),
     /// The host alone, for the reason given.
     Host(String),
 }
@@ -57,7 +55,7 @@ pub enum ComparedBy {
 impl ComparedBy {
     pub fn word(&self) -> &'static str {
         match self {
-            Self::Device { .. } => "device",
+            Self::Device(_) => "device",
             Self::Host(_) => "host",
         }
     }
@@ -95,21 +93,21 @@ impl Report {
     /// Success needs a case that passed, and none that failed or was left out after a loss.
     pub fn passed(&self) -> bool {
         let counts = self.counts();
-        counts.passed > 0 && counts.failed == 0 && counts.lost == 0 && self.platform_faults.is_empty()
+        counts.passed > 0 && counts.failed == 0 && counts.lost == 0 && self.platform.faults.is_empty()
     }
 
     /// `pass`, `fail`, or `platform`: the fault is the machine's, not the artifact's.
     pub fn word(&self) -> &'static str {
-        match (self.passed(), self.platform_faults.is_empty()) {
+        match (self.passed(), self.platform.faults.is_empty()) {
             (true, _) => "pass",
             (false, false) => "platform",
             (false, true) => "fail",
         }
     }
 
-    /// What of the platform explains its faults, and what to do; nothing where it has none.
-    pub fn explanations(&self) -> Vec<Remark> {
-        if self.platform_faults.is_empty() { Vec::new() } else { self.platform.remarks(self.gpus.len() > 1) }
+    /// The GPUs that were used.
+    pub fn used(&self) -> Vec<&DeviceInfo> {
+        used(&self.devices, &self.gpus)
     }
 
     /// The sizes of the clusters that kernels were launched in, with how many cases had each.
@@ -147,9 +145,7 @@ impl Played {
 
     /// Microseconds a call, the median over the replays; none where none was run.
     pub fn median_us(&self) -> Option<f64> {
-        let mut micros = self.outcome.micros.clone();
-        micros.sort_by(f64::total_cmp);
-        micros.get(micros.len() / 2).copied()
+        median(&self.outcome.micros)
     }
 }
 
@@ -194,15 +190,14 @@ pub fn junit(report: &Report) -> String {
         };
         let _ = writeln!(xml, ">\n    <{tag}{kind} message=\"{}\"/>\n  </testcase>", escape(why));
     }
-    let faults: Vec<_> = report.platform_faults.iter().map(|fault| escape(fault)).collect();
+    let faults: Vec<_> = report.platform.faults.iter().map(|fault| escape(fault)).collect();
     let _ = writeln!(xml, "  <system-out></system-out>\n  <system-err>{}</system-err>\n</testsuite>", faults.join(" | "));
     xml
 }
 
 /// What a reader of the results must know of the run.
 fn properties(report: &Report) -> Vec<(&'static str, String)> {
-    let gpus = report.gpus.iter().filter_map(|at| report.devices.iter().find(|device| device.ordinal == *at));
-    let gpus: Vec<_> = gpus.map(|gpu| format!("{} (sm_{})", gpu.name, gpu.sm)).collect();
+    let gpus: Vec<_> = report.used().into_iter().map(|gpu| format!("{} (sm_{})", gpu.name, gpu.sm)).collect();
     vec![
         ("verdict", report.word().to_owned()),
         ("artifact", report.artifact.display().to_string()),
@@ -267,8 +262,7 @@ mod tests {
             played: verdicts.into_iter().enumerate().map(|(at, verdict)| played(at + 1, verdict)).collect(),
             not_called: Vec::new(),
             unknown_patterns: Vec::new(),
-            platform_faults: Vec::new(),
-            platform: Platform::default(),
+            platform: Probed::default(),
             remarks: Vec::new(),
             memory: BTreeMap::new(),
             compared_by: ComparedBy::Host("no reason".into()),
@@ -289,7 +283,7 @@ mod tests {
         assert!(!report(vec![]).passed());
         assert!(!report(vec![Verdict::Pass, Verdict::Fail("z".into())]).passed());
         assert!(!report(vec![Verdict::Pass, Verdict::Lost("z".into())]).passed());
-        let faulty = Report { platform_faults: vec!["p".into()], ..report(vec![Verdict::Pass]) };
+        let faulty = Report { platform: Probed { faults: vec!["p".into()], ..Probed::default() }, ..report(vec![Verdict::Pass]) };
         assert_eq!((faulty.passed(), faulty.word()), (false, "platform"));
     }
 

@@ -5,14 +5,12 @@ use std::fmt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use rayon::prelude::*;
-
 use super::arrays::{Array, byte_poison, guard, input_bytes, input_sizes, is_poison, output_sizes};
 use super::cases::{Case, REPLAYS, What};
 use super::compare::{self, Changed, Fails, Found};
 use super::device::{Checker, Host, Kernels};
 use super::fault::{Planted, planted};
-use super::ffi::driver::{self, Context, CudaError, Driver, Event, Executable, IpcHandle, Memory, PeerMemory, Stream};
+use super::ffi::driver::{self, Code, Context, CudaError, Driver, Event, Executable, IpcHandle, Memory, PeerMemory, Stream};
 use super::ffi::tvm::{Argument, Element, Module, Place, Raised, Tensor};
 use super::inputs::{self, Inputs};
 use super::layout::{self, Workspace};
@@ -131,9 +129,15 @@ impl Stage {
 
     /// Loads the kernels that make inputs and check outputs.
     pub fn load(&mut self, cubin: &Path) -> Result<(), Trouble> {
-        let image = std::fs::read(cubin).map_err(|error| Trouble::Skip(format!("{}: {error}", cubin.display())))?;
-        self.kernels = Some(Kernels::load(&self.context, &image).map_err(|error| Trouble::Skip(error.to_string()))?);
+        self.kernels = Some(Kernels::of(&self.code(cubin)?).map_err(|error| Trouble::Skip(error.to_string()))?);
         Ok(())
+    }
+
+    /// Kernels of ours, from the file that they were compiled to.
+    pub(super) fn code(&self, cubin: &Path) -> Result<Code, Trouble> {
+        let no = |why: String| Trouble::Skip(format!("our kernels cannot be loaded: {why}"));
+        let image = std::fs::read(cubin).map_err(|error| no(format!("{}: {error}", cubin.display())))?;
+        self.context.load(&image).map_err(|error| no(error.to_string()))
     }
 
     /// What a hosted rank shares with the others; `bytes` are the same in every call.
@@ -226,6 +230,113 @@ pub(super) enum Waited {
     Failed(CudaError),
 }
 
+impl Waited {
+    /// What it means that the GPU was waited for in vain in a replay, counted from 0. `standing`: where each hosted rank stands.
+    pub(super) fn told(self, replay: u32, standing: impl FnOnce() -> Vec<String>) -> Trouble {
+        match self {
+            Self::Failed(error) => Trouble::Failed(error.to_string()),
+            Self::TooLong => Trouble::Hung { replay, standing: standing() },
+        }
+    }
+}
+
+/// What of a workspace is the same for every call.
+impl Stage {
+    /// The addresses of all ranks' buffers, by rank and buffer.
+    pub(super) fn addresses(&self, workspace: &Workspace, ranks: usize) -> Result<Vec<Vec<u64>>, Trouble> {
+        let of = |rank: usize| {
+            let base =
+                self.address_of(rank).ok_or_else(|| Trouble::Failed(format!("the memory of rank {rank} is not mapped")))?;
+            Ok(workspace.offsets().map(|offset| base + offset as u64).collect())
+        };
+        (0..ranks).map(of).collect()
+    }
+
+    /// The counters of a rank's fused kernels, and its table of pointers.
+    pub(super) fn fusion_table(&self, workspace: &Workspace, addresses: &[Vec<u64>]) -> Result<(Memory, Memory), Trouble> {
+        let words: Vec<u8> = layout::counters(workspace.part).iter().flat_map(|word| word.to_le_bytes()).collect();
+        let counters = self.context.alloc(words.len())?;
+        counters.write(&words, &self.origin)?;
+        let pointers = layout::fusion_pointers(addresses, counters.address());
+        let pointers: Vec<u8> = pointers.iter().flat_map(|pointer| pointer.to_le_bytes()).collect();
+        let table = self.context.alloc(pointers.len())?;
+        table.write(&pointers, &self.origin)?;
+        Ok((counters, table))
+    }
+
+    /// Brings a rank's buffers into the state before the first call: has the artifact fill the Lamport buffers with −0.0, and looks
+    /// whether it did (at each of them as a `whole`, or at its beginning).
+    pub(super) fn initialize(
+        &self,
+        buffers: &[Memory],
+        workspace: &Workspace,
+        dtype: DType,
+        whole: bool,
+        hung: &dyn Fn(Waited) -> Trouble,
+    ) -> Result<(), Trouble> {
+        for (memory, lamport) in buffers.iter().zip(&workspace.lamport) {
+            if *lamport { memory.fill16(STALE, &self.origin)? } else { memory.fill8(0, &self.origin)? }
+        }
+        let lamport: Vec<&Memory> =
+            buffers.iter().zip(&workspace.lamport).filter(|(_, is)| **is).map(|(memory, _)| memory).collect();
+        let address = |memory: &Memory| Argument::Int(memory.address() as i64);
+        match lamport[..] {
+            [] => {}
+            [one] => {
+                let size = Argument::Int((one.bytes() / dtype.size()) as i64);
+                let values = Values::from([("buffer_ptr", address(one)), ("size", size), ("dtype", Argument::DataType(dtype))]);
+                self.call("trtllm_lamport_initialize", &values, &self.origin)?;
+            }
+            [one, two, three] => {
+                let values = Values::from([
+                    ("buffer_0_ptr", address(one)),
+                    ("buffer_1_ptr", address(two)),
+                    ("buffer_2_ptr", address(three)),
+                    ("size", Argument::Int(one.bytes() as i64)),
+                    ("dtype", Argument::DataType(dtype)),
+                ]);
+                self.call("trtllm_lamport_initialize_all", &values, &self.origin)?;
+            }
+            _ => unreachable!("workspaces have none, one or three Lamport buffers"),
+        }
+        self.finish(&self.origin).map_err(hung)?;
+        for memory in lamport {
+            let mut held = vec![0; if whole { memory.bytes() } else { memory.bytes().min(4096) }];
+            memory.read(&mut held)?;
+            let left = Floats::from_bytes(dtype, held).words().filter(|word| *word != dtype.negative_zero()).count();
+            if left > 0 {
+                return Err(Trouble::Wrong(format!("the Lamport initialization left {left} elements as they were")));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The buffers of a workspace that lie behind each other in what a rank shares as a `whole`.
+pub(super) fn buffers(whole: &Memory, workspace: &Workspace) -> Vec<Memory> {
+    workspace.offsets().zip(&workspace.buffers).map(|(offset, bytes)| whole.part(offset, *bytes)).collect()
+}
+
+/// How a name stands in mangled ones: the length of each part is before it, so that no longer name is taken for this one.
+pub(super) fn mangled(name: &str) -> String {
+    format!("{}{name}", name.len())
+}
+
+/// Refuses a graph, of which `kernels` are the names and how often each stands there, that does not hold `part` so often.
+pub(super) fn must_hold<'k>(
+    kernels: impl Iterator<Item = (&'k str, usize)> + Clone,
+    part: &str,
+    expected: usize,
+) -> Result<(), Trouble> {
+    let count: usize = kernels.clone().filter(|(name, _)| name.contains(part)).map(|(_, count)| count).sum();
+    if count == expected {
+        return Ok(());
+    }
+    let held: Vec<_> = kernels.map(|(name, count)| format!("{count} × {name}")).collect();
+    let wanted = part.trim_start_matches(|c: char| c.is_ascii_digit());
+    Err(Trouble::Wrong(format!("the graph holds {} where {expected} × {wanted} are expected", held.join(", "))))
+}
+
 /// One case on a stage, from its memory to its last replay.
 #[derive(Debug)]
 pub struct Play {
@@ -234,8 +345,6 @@ pub struct Play {
     workspace: Workspace,
     sizes: Sizes,
     ranks: Vec<Rank>,
-    /// Addresses of all ranks' buffers, by rank and buffer.
-    addresses: Vec<Vec<u64>>,
     graph: Option<Executable>,
     outcome: Outcome,
     replay: u32,
@@ -329,7 +438,6 @@ impl Play {
             workspace,
             sizes,
             ranks,
-            addresses: vec![Vec::new(); case.ranks],
             graph: None,
             outcome: Outcome::default(),
             replay: 0,
@@ -339,53 +447,12 @@ impl Play {
             slowest_s: 0.0,
             checker,
         };
-        play.initialize(stage)?;
+        let whole = matches!(play.case.what, What::Initialize | What::InitializeAll);
+        for rank in &play.ranks {
+            stage.initialize(&rank.shared, &play.workspace, play.case.dtype, whole, &|waited| play.hung(0, waited))?;
+        }
         play.outcome.spent.setting_up = clock.lap();
         Ok(play)
-    }
-
-    /// Has the artifact fill the Lamport buffers with −0.0, and looks whether it did.
-    fn initialize(&self, stage: &Stage) -> Result<(), Trouble> {
-        let dtype = self.case.dtype;
-        let whole = matches!(self.case.what, What::Initialize | What::InitializeAll);
-        for rank in &self.ranks {
-            for (memory, lamport) in rank.shared.iter().zip(&self.workspace.lamport) {
-                if *lamport { memory.fill16(STALE, &stage.origin)? } else { memory.fill8(0, &stage.origin)? }
-            }
-            let lamport: Vec<&Memory> =
-                rank.shared.iter().zip(&self.workspace.lamport).filter(|(_, is)| **is).map(|(memory, _)| memory).collect();
-            let address = |memory: &Memory| Argument::Int(memory.address() as i64);
-            match lamport[..] {
-                [] => {}
-                [one] => {
-                    let size = Argument::Int((one.bytes() / dtype.size()) as i64);
-                    let values =
-                        Values::from([("buffer_ptr", address(one)), ("size", size), ("dtype", Argument::DataType(dtype))]);
-                    stage.call("trtllm_lamport_initialize", &values, &stage.origin)?;
-                }
-                [one, two, three] => {
-                    let values = Values::from([
-                        ("buffer_0_ptr", address(one)),
-                        ("buffer_1_ptr", address(two)),
-                        ("buffer_2_ptr", address(three)),
-                        ("size", Argument::Int(one.bytes() as i64)),
-                        ("dtype", Argument::DataType(dtype)),
-                    ]);
-                    stage.call("trtllm_lamport_initialize_all", &values, &stage.origin)?;
-                }
-                _ => unreachable!("workspaces have none, one or three Lamport buffers"),
-            }
-            stage.finish(&stage.origin).map_err(|waited| self.hung(0, waited))?;
-            for memory in lamport {
-                let mut held = vec![0; if whole { memory.bytes() } else { memory.bytes().min(4096) }];
-                memory.read(&mut held)?;
-                let left = Floats::from_bytes(dtype, held).words().filter(|word| *word != dtype.negative_zero()).count();
-                if left > 0 {
-                    return Err(Trouble::Wrong(format!("the Lamport initialization left {left} elements as they were")));
-                }
-            }
-        }
-        Ok(())
     }
 
     /// Makes the graph, once the buffers of all ranks are as the first call wants them.
@@ -394,13 +461,9 @@ impl Play {
             return Ok(Vec::new());
         }
         let mut clock = Clock::start();
-        for (rank, addresses) in self.addresses.iter_mut().enumerate() {
-            let base =
-                stage.address_of(rank).ok_or_else(|| Trouble::Failed(format!("the memory of rank {rank} is not mapped")))?;
-            *addresses = self.workspace.offsets().map(|offset| base + offset as u64).collect();
-        }
+        let addresses = stage.addresses(&self.workspace, self.case.ranks)?;
         for rank in &mut self.ranks {
-            rank.tables(stage, &self.case, &self.workspace, &self.addresses)?;
+            rank.tables(stage, &self.case, &self.workspace, &addresses)?;
         }
         let launches = self.capture(stage)?;
         self.outcome.spent.setting_up += clock.lap();
@@ -410,8 +473,7 @@ impl Play {
     /// One graph in which each rank's calls follow each other and no rank waits for another.
     fn capture(&mut self, stage: &Stage) -> Result<Vec<Launch>, Trouble> {
         let (fork, join) = (stage.context.event()?, stage.context.event()?);
-        stage.origin.begin_capture()?;
-        let put = || -> Result<(), Trouble> {
+        let graph = stage.origin.capture(|| -> Result<(), Trouble> {
             fork.record(&stage.origin)?;
             for rank in &self.ranks {
                 rank.stream.wait(&fork)?;
@@ -422,12 +484,7 @@ impl Play {
                 stage.origin.wait(&join)?;
             }
             Ok(())
-        };
-        let put = put();
-        // The end of a capture that failed only says that it failed.
-        let graph = stage.origin.end_capture();
-        put?;
-        let graph = graph?;
+        })?;
         let launches = launches(graph.kernels()?);
         self.check_kernels(&launches)?;
         self.graph = Some(graph.instantiate()?);
@@ -439,17 +496,7 @@ impl Play {
         let wanted = self.case.kernels();
         let expected = self.case.calls() * self.ranks.len();
         for name in wanted {
-            // A mangled name has the length of each part before it, so no longer name is taken for this one.
-            let part = format!("{}{name}", name.len());
-            let count: usize =
-                launches.iter().filter(|(launch, _)| launch.kernel.contains(&part)).map(|(launch, _)| launch.count).sum();
-            if count != expected {
-                let held: Vec<_> = launches.iter().map(|(launch, _)| format!("{} × {}", launch.count, launch.kernel)).collect();
-                return Err(Trouble::Wrong(format!(
-                    "the graph holds {} where {expected} × {name} are expected",
-                    held.join(", ")
-                )));
-            }
+            must_hold(launches.iter().map(|(launch, _)| (launch.kernel.as_str(), launch.count)), &mangled(name), expected)?;
         }
         // Hosted ranks share the GPU: all but one of them, and a cluster of the last, must be on it at once.
         let others = (self.ranks.len() - 1) as u32;
@@ -664,12 +711,7 @@ impl Play {
         }
         let (case, seed) = (&self.case, inputs::seed(self.number, self.replay));
         let hosted: Vec<usize> = self.hosted().collect();
-        let of_rank = |call, rank| {
-            let make = if hosted.contains(&rank) { inputs::make } else { inputs::make_reduced };
-            make(case, seed, call, rank)
-        };
-        let of_call = |call| (0..case.ranks).into_par_iter().map(|rank| of_rank(call, rank)).collect();
-        let inputs = (0..case.calls()).map(of_call).collect();
+        let inputs = inputs::of_all(case, seed, case.calls(), &hosted);
         self.sets.push(Set { inputs, right: None });
         self.sets.len() - 1
     }
@@ -698,13 +740,7 @@ impl Play {
 
     /// What it means that the GPU was waited for in vain in a replay, counted from 0.
     fn hung(&self, replay: u32, waited: Waited) -> Trouble {
-        match waited {
-            Waited::Failed(error) => Trouble::Failed(error.to_string()),
-            Waited::TooLong => {
-                let standing = self.ranks.iter().map(|rank| rank.standing()).collect();
-                Trouble::Hung { replay, standing }
-            }
-        }
+        waited.told(replay, || self.ranks.iter().map(|rank| rank.standing()).collect())
     }
 
     /// The values of one call, by the names of the tables.
@@ -861,7 +897,7 @@ impl Rank {
         sizes: &Sizes,
         rank: usize,
     ) -> Result<Self, Trouble> {
-        let shared = workspace.offsets().zip(&workspace.buffers).map(|(offset, bytes)| whole.part(offset, *bytes)).collect();
+        let shared = buffers(whole, workspace);
         let context = &stage.context;
         let mut arrays = BTreeMap::new();
         for (array, bytes) in input_sizes(case) {
@@ -894,14 +930,7 @@ impl Rank {
             self.host_tables = (0..workspace.buffers.len()).map(table).collect();
             return Ok(());
         }
-        let counters = stage.context.alloc(5 * 4)?;
-        counters.write(
-            &layout::counters(workspace.part).iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>(),
-            &stage.origin,
-        )?;
-        let pointers = layout::fusion_pointers(addresses, counters.address());
-        let table = stage.context.alloc(pointers.len() * 8)?;
-        table.write(&pointers.iter().flat_map(|pointer| pointer.to_le_bytes()).collect::<Vec<_>>(), &stage.origin)?;
+        let (counters, table) = stage.fusion_table(workspace, addresses)?;
         self.counters = Some(counters);
         self.table = Some(table);
         Ok(())

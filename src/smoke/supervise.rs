@@ -108,6 +108,11 @@ pub struct Machine {
     pub unknown: Vec<Unknown>,
 }
 
+/// The GPUs of these ordinals, in their order.
+pub fn used<'d>(devices: &'d [DeviceInfo], gpus: &[usize]) -> Vec<&'d DeviceInfo> {
+    gpus.iter().filter_map(|at| devices.iter().find(|device| device.ordinal == *at)).collect()
+}
+
 /// The workers of one run.
 pub struct Supervisor {
     crew: Crew,

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use super::bench::worker::Bench;
-use super::fault::{Planted, planted};
+use super::fault;
 use super::protocol::{Answer, Clock, Line, Order};
 use super::stage::{Play, Stage, Trouble, Unopened};
 
@@ -143,13 +143,7 @@ fn go(stage: &Stage, play: &mut Option<Play>, line: &mut Line, waited: &mut f64)
     loop {
         for rank in play.hosted().collect::<Vec<_>>() {
             line.send(&Answer::At { rank, replay: play.replays_done() })?;
-            match planted() {
-                Some(Planted::Absent(absent)) if (absent, 1) == (rank, play.replays_done()) => loop {
-                    std::thread::sleep(Duration::from_secs(3600));
-                },
-                Some(Planted::Dies(dies)) if (dies, 1) == (rank, play.replays_done()) => std::process::abort(),
-                _ => {}
-            }
+            fault::strike(rank, play.replays_done());
         }
         match play.replay(stage) {
             Ok(true) => {

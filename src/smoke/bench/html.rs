@@ -69,7 +69,7 @@ fn decisions(text: &mut String, report: &Report) {
         };
     }
     let faults = report.rows.iter().filter_map(|row| row.fault.as_ref().map(|fault| format!("{}: {fault}", row.name())));
-    for fault in report.platform_faults.iter().cloned().chain(faults) {
+    for fault in report.platform.faults.iter().cloned().chain(faults) {
         let _ = writeln!(text, "<li class=\"fault\">{}</li>", escape(&fault));
     }
     for one in report.baseline.iter().flat_map(|compared| &compared.regressions) {

@@ -6,6 +6,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::smoke::ffi::driver::{DeviceInfo, LinkInfo};
+use crate::smoke::platform::in_sysfs;
 
 /// What figures depend on beside the code.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -30,11 +31,8 @@ pub struct Machine {
 /// A GPU that a rank was on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Gpu {
-    pub ordinal: usize,
-    pub sm: u32,
-    pub memory_bytes: u64,
-    pub multiprocessors: u32,
-    pub pci: String,
+    #[serde(flatten)]
+    pub device: DeviceInfo,
     /// The NUMA node that it hangs on, where the kernel tells it.
     pub numa: Option<u32>,
 }
@@ -80,8 +78,7 @@ impl Topology {
 
 impl Gpu {
     pub fn of(device: &DeviceInfo) -> Self {
-        let DeviceInfo { ordinal, sm, memory_bytes, multiprocessors, .. } = *device;
-        Self { ordinal, sm, memory_bytes, multiprocessors, pci: device.pci.clone(), numa: numa_of(Path::new("/"), &device.pci) }
+        Self { device: device.clone(), numa: numa_of(Path::new("/"), &device.pci) }
     }
 }
 
@@ -92,7 +89,7 @@ pub fn driver_release() -> Option<String> {
 }
 
 fn numa_of(root: &Path, pci: &str) -> Option<u32> {
-    let file = root.join("sys/bus/pci/devices").join(pci.to_lowercase()).join("numa_node");
+    let file = in_sysfs(root, pci).join("numa_node");
     // A machine with one node says −1.
     fs::read_to_string(file).ok()?.trim().parse().ok()
 }
@@ -129,14 +126,15 @@ pub mod tests {
     }
 
     pub fn machine() -> Machine {
-        let gpu = |ordinal| Gpu {
+        let device = |ordinal| DeviceInfo {
             ordinal,
+            name: "NVIDIA H200".to_owned(),
             sm: 90,
             memory_bytes: 1 << 37,
             multiprocessors: 132,
             pci: format!("0000:0{ordinal}:00.0"),
-            numa: Some(0),
         };
+        let gpu = |ordinal| Gpu { device: device(ordinal), numa: Some(0) };
         Machine {
             gpu: "NVIDIA H200".to_owned(),
             gpus: vec![gpu(0), gpu(1)],

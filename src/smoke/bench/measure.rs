@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use super::plan::{Point, Way};
 use super::protocol::{Answer, Order};
-use super::stats::slowest;
 use crate::error::{Error, Result};
 use crate::smoke::ffi::driver::LinkInfo;
 use crate::smoke::protocol::{Answer as Said, Order as Ordered, Outcome};
+use crate::smoke::quantiles::slowest;
 use crate::smoke::reference::Distance;
 use crate::smoke::supervise::{GRACE, Gone, START, Supervisor, said};
 
@@ -17,11 +17,20 @@ const HOST: Duration = Duration::from_secs(120);
 /// After so many lost sets of workers nothing more is measured: each costs a deadline and a start.
 const LOST_AT_MOST: usize = 3;
 
-/// What was found about the libraries of a crew, and the links between its GPUs.
+/// What a crew compares the fused calls with.
+#[derive(Debug, Clone)]
+pub struct Rival {
+    pub nccl: PathBuf,
+    /// Our norm, compiled.
+    pub norm: PathBuf,
+    /// The GPUs whose links are told.
+    pub gpus: Vec<usize>,
+}
+
+/// What was found about NCCL, and the links between the GPUs.
 #[derive(Debug, Clone, Default)]
 pub struct Loaded {
     pub nccl: Option<String>,
-    pub nvrtc: Option<String>,
     pub links: Vec<LinkInfo>,
 }
 
@@ -30,9 +39,7 @@ pub struct Crew {
     supervisor: Supervisor,
     deadline: Duration,
     /// Without it, the crew knows no other way than the fused ones.
-    nccl: Option<PathBuf>,
-    nvrtc: Option<PathBuf>,
-    gpus: Vec<usize>,
+    rival: Option<Rival>,
     /// How many of the workers have loaded what `bench` needs.
     ready: usize,
     /// The number of ranks of the communicator.
@@ -65,24 +72,13 @@ pub enum Came {
 }
 
 impl Crew {
-    pub fn new(
-        supervisor: Supervisor,
-        deadline: Duration,
-        nccl: Option<PathBuf>,
-        nvrtc: Option<PathBuf>,
-        gpus: Vec<usize>,
-    ) -> Self {
-        Self { supervisor, deadline, nccl, nvrtc, gpus, ready: 0, joined: None, lost: 0, loaded: Loaded::default() }
+    pub fn new(supervisor: Supervisor, deadline: Duration, rival: Option<Rival>) -> Self {
+        Self { supervisor, deadline, rival, ready: 0, joined: None, lost: 0, loaded: Loaded::default() }
     }
 
     /// Why nothing more is measured with this crew.
     pub fn is_spent(&self) -> Option<String> {
         (self.lost >= LOST_AT_MOST).then(|| format!("workers were lost {} times", self.lost))
-    }
-
-    /// Has each of `ranks` processes read and write the others' memory; what does not work.
-    pub fn probe(&mut self, ranks: usize) -> Result<Vec<String>> {
-        self.supervisor.probe(ranks)
     }
 
     /// Ends the workers in order.
@@ -126,20 +122,24 @@ impl Crew {
 
     fn try_prepare(&mut self, ranks: usize) -> Result<(), Gone> {
         self.supervisor.staff(ranks)?;
+        let Some(rival) = self.rival.clone() else {
+            self.ready = ranks;
+            return Ok(());
+        };
         let first = self.ready;
         for at in first..ranks {
-            let (nccl, nvrtc, gpus) = (self.nccl.clone(), self.nvrtc.clone(), self.gpus.clone());
-            self.supervisor.order_one(at, &Ordered::Bench(Order::Load { nccl, nvrtc, gpus }));
+            let Rival { nccl, norm, gpus } = rival.clone();
+            self.supervisor.order_one(at, &Ordered::Bench(Order::Load { nccl, norm, gpus }));
         }
         if first < ranks {
             for answer in self.supervisor.gather_within(first..ranks, START)? {
                 match answer {
-                    Said::Bench(Answer::Loaded { nccl, nvrtc, links }) => self.loaded = Loaded { nccl, nvrtc, links },
+                    Said::Bench(Answer::Loaded { nccl, links }) => self.loaded = Loaded { nccl: Some(nccl), links },
                     Said::Lacks(why) => {
                         return Err(Gone::Never(
-                            Error::machine("what the fused path is compared with cannot be used here").because(why).hint(
-                                "--nccl and --nvrtc name other libraries; those of torch's environment (--env DIR) belong together",
-                            ),
+                            Error::machine("what the fused path is compared with cannot be used here")
+                                .because(why)
+                                .hint("--nccl names another; the libraries of torch's environment (--env DIR) belong together"),
                         ));
                     }
                     other => return Err(self.supervisor.dismiss(&said(&other))),
@@ -147,7 +147,7 @@ impl Crew {
             }
             self.ready = ranks;
         }
-        if self.nccl.is_none() || self.joined == Some(ranks) {
+        if self.joined == Some(ranks) {
             return Ok(());
         }
         self.supervisor.order_one(0, &Ordered::Bench(Order::Unique));

@@ -30,25 +30,24 @@ pub mod worker;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use pep440_rs::Version;
 
-use super::ffi::driver::{DeviceInfo, Driver};
-use super::libraries;
-use super::supervise::{self, Supervisor, Transport};
-use super::{absolute, addresses, exports, inputs, manifest_beside, patterns, platform, release_of, runs_on, sm_of};
-use crate::cubin::{self, Inventory};
+use super::artifact::Artifact;
+use super::ffi::driver::DeviceInfo;
+use super::kernels::{self, Compiled, compile};
+use super::supervise::{Transport, used};
+use super::{Setup, inputs, libraries, needs_driver, probe, sm_of};
 use crate::digest::Digest;
 use crate::env;
 use crate::error::{Error, Result};
 use crate::exit::Exit;
-use crate::store::Manifest;
 use crate::survey::Environment;
 use crate::tables::calls::{OneShot, calls};
 use baseline::Compared;
 use machine::{Gpu, Machine, Topology};
-use measure::{Came, Crew};
+use measure::{Came, Crew, Loaded, Rival};
 use plan::{FUNCTION, NORM, PATTERN, Point, SETS, Wanted, Way};
 use report::{Named, Report, Settings};
 use rows::{Legs, Of, Row};
@@ -59,22 +58,16 @@ pub const WARM_UP: u32 = 10;
 /// What a user asks of `bench`.
 #[derive(Debug, Clone)]
 pub struct Request {
-    pub artifact: PathBuf,
+    pub setup: Setup,
     /// A second artifact, measured in turn with the first.
     pub against: Option<PathBuf>,
     pub wanted: Wanted,
     /// Numbers of ranks; all that there are GPUs for where empty.
     pub ranks: Vec<usize>,
-    /// Ordinals of GPUs; all of them where empty.
-    pub gpus: Vec<usize>,
     pub replays: u32,
     /// The release of an artifact without a manifest.
     pub flashinfer: Option<Version>,
-    pub deadline: Duration,
-    pub tvm_ffi: Option<PathBuf>,
-    pub cudart: Option<PathBuf>,
     pub nccl: Option<PathBuf>,
-    pub nvrtc: Option<PathBuf>,
     /// A file, or a folder with files by the names of machines.
     pub baseline: Option<PathBuf>,
     pub save_baseline: Option<PathBuf>,
@@ -96,76 +89,49 @@ pub enum Event<'a> {
     },
 }
 
-/// An artifact, read.
-struct Read {
-    path: PathBuf,
-    inventory: Inventory,
-    manifest: Option<Manifest>,
+/// Refuses an artifact without the fused call that is measured.
+fn measurable(path: &Path) -> Result<Artifact> {
+    let artifact = Artifact::read(path)?;
+    let lacks = |what: String| {
+        Error::new(Exit::Fault, format!("{} cannot be measured", path.display()))
+            .because(what)
+            .hint("name the trtllm_comm.so that `fi-arch build` prints, or another build of that module")
+    };
+    if let Some(missing) = [FUNCTION, "trtllm_lamport_initialize"].iter().find(|name| !artifact.exports.contains(**name)) {
+        return Err(lacks(format!("it exports no {missing}")));
+    }
+    if !artifact.patterns.contains(&PATTERN) {
+        return Err(lacks("it has no kernel that reduces, adds and norms (pattern 1)".to_owned()));
+    }
+    Ok(artifact)
 }
 
-impl Read {
-    fn new(path: &Path) -> Result<Self> {
-        let inventory = cubin::read(path)?;
-        let exports = exports(&inventory);
-        let lacks = |what: String| {
-            Error::new(Exit::Fault, format!("{} cannot be measured", path.display()))
-                .because(what)
-                .hint("name the trtllm_comm.so that `fi-arch build` prints, or another build of that module")
-        };
-        if let Some(missing) = [FUNCTION, "trtllm_lamport_initialize"].iter().find(|name| !exports.contains(**name)) {
-            return Err(lacks(format!("it exports no {missing}")));
-        }
-        if !patterns(&inventory).contains(&PATTERN) {
-            return Err(lacks("it has no kernel that reduces, adds and norms (pattern 1)".to_owned()));
-        }
-        Ok(Self { path: absolute(path)?, inventory, manifest: manifest_beside(path) })
-    }
-
-    fn release(&self, named: Option<&Version>) -> Option<Version> {
-        named.cloned().or_else(|| release_of(self.manifest.as_ref()))
-    }
-
-    fn named(&self, release: Option<&Version>) -> Result<Named> {
-        let targets: BTreeSet<String> = self.inventory.images.iter().map(|image| image.target.clone()).collect();
-        Ok(Named {
-            artifact: self.path.clone(),
-            digest: Digest::of_file(&self.path)?,
-            flashinfer: release.map(ToString::to_string),
-            target: targets.into_iter().collect(),
-        })
-    }
+fn named(artifact: &Artifact, release: Option<&Version>) -> Result<Named> {
+    Ok(Named {
+        artifact: artifact.path.clone(),
+        digest: Digest::of_file(&artifact.path)?,
+        flashinfer: release.map(ToString::to_string),
+        target: artifact.targets(),
+    })
 }
 
 /// Measures. An error means that nothing could be; faults that were met are in the report.
 pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, observe: &mut dyn FnMut(Event)) -> Result<Report> {
     let started = Instant::now();
-    let artifact = Read::new(&request.artifact)?;
-    let against = request.against.as_deref().map(Read::new).transpose()?;
-    if !Driver::is_there() {
-        return Err(Error::machine("no NVIDIA driver is on this machine")
-            .because("the dynamic loader finds no libcuda.so.1")
-            .hint("run bench on the machine with the GPUs; in a container, pass them through (docker run --gpus all)"));
-    }
+    let artifact = measurable(&request.setup.artifact)?;
+    let against = request.against.as_deref().map(measurable).transpose()?;
+    needs_driver("bench")?;
     let nccl = libraries::nccl(request.nccl.as_deref(), environment)?;
-    let nvrtc = libraries::nvrtc(request.nvrtc.as_deref(), environment)?;
-    let crew = |read: &Read| -> Result<Supervisor> {
-        Ok(Supervisor::new(supervise::Crew {
-            artifact: read.path.clone(),
-            tvm_ffi: libraries::tvm_ffi(request.tvm_ffi.as_deref(), environment, home)?,
-            cudart: libraries::cudart(request.cudart.as_deref(), read.inventory.linkage.as_ref(), environment, home)?,
-            transport: Transport::Ipc,
-            gpus: request.gpus.clone(),
-            deadline: request.deadline,
-            ranks: request.ranks.iter().copied().max().unwrap_or(2),
-        }))
-    };
+    let nvrtc = libraries::nvrtc(request.setup.nvrtc.as_deref(), environment)?;
+    let most_asked = request.ranks.iter().copied().max().unwrap_or(2);
+    let over = |artifact| request.setup.supervisor(artifact, Transport::Ipc, most_asked, environment, home);
     observe(Event::Step("starting a worker on the GPU".to_owned()));
-    let mut supervisor = crew(&artifact)?;
+    let mut supervisor = over(&artifact)?;
     let found = supervisor.machine()?;
     let gpus = supervisor.gpus();
     let sm = sm_of(&found.devices, &gpus)?;
-    for read in [Some(&artifact), against.as_ref()].into_iter().flatten() {
-        runs_on(&read.inventory, sm, &read.path)?;
+    for artifact in [Some(&artifact), against.as_ref()].into_iter().flatten() {
+        artifact.runs_on(sm)?;
     }
     if let Some(unknown) = found.unknown.iter().find(|unknown| unknown.function == FUNCTION) {
         return Err(Error::unsupported(format!("{FUNCTION} of this artifact cannot be called")).because(&unknown.why));
@@ -174,26 +140,29 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
     let points = plan::points(&request.wanted, &counts);
     let shared_bytes = points.iter().map(|point| point.workspace().bytes()).max().unwrap_or(0);
     supervisor.will_share(shared_bytes);
-    let mut first = Crew::new(supervisor, request.deadline, Some(nccl), Some(nvrtc), gpus.clone());
+    let compiling = compile(nvrtc, worker::SOURCE, sm);
+    let most = counts.iter().copied().max().unwrap_or(0);
+    let platform = probe(&mut supervisor, &found.devices, most, &mut |step| observe(Event::Step(step)))?;
+    observe(Event::Step("compiling the kernel that adds and norms".to_owned()));
+    let norm = compiling.join().map_err(kernels::unusable)?;
+    let rival = Rival { nccl, norm: norm.path().to_owned(), gpus: gpus.clone() };
+    let mut first = Crew::new(supervisor, request.setup.deadline, Some(rival));
     let mut second = match &against {
-        Some(read) => {
-            let mut supervisor = crew(read)?;
+        Some(artifact) => {
+            let mut supervisor = over(artifact)?;
             supervisor.machine()?;
             supervisor.will_share(shared_bytes);
-            Some(Crew::new(supervisor, request.deadline, None, None, gpus.clone()))
+            Some(Crew::new(supervisor, request.setup.deadline, None))
         }
         None => None,
     };
 
-    let most = counts.iter().copied().max().unwrap_or(0);
-    observe(Event::Step(format!("trying whether {most} ranks can read and write each other's memory")));
-    let platform_faults = first.probe(most)?;
-    let release = artifact.release(request.flashinfer.as_ref());
+    let release = request.flashinfer.clone().or_else(|| artifact.release());
     let rule = calls().oneshot(FUNCTION, release.as_ref());
     let mut run = Run { request, rule, shared_bytes, order: Vec::new(), overlaps: true, nccl_kernels: BTreeSet::new() };
     let mut rows = Vec::new();
     let mut remarks = remarks(&artifact, against.as_ref(), release.as_ref(), rule.is_none());
-    if platform_faults.is_empty() {
+    if platform.faults.is_empty() {
         for (at, point) in points.iter().enumerate() {
             if let Some(spent) = first.is_spent().or_else(|| second.as_ref().and_then(Crew::is_spent)) {
                 remarks.push(format!("{} of {} points were left out: {spent}", points.len() - at, points.len()));
@@ -203,9 +172,6 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
             observe(Event::Measured { at: at + 1, of: points.len(), point: *point, rows: &of_point });
             rows.extend(of_point);
         }
-    } else {
-        let explained = platform::look(&addresses(&found.devices, &gpus)).remarks(true);
-        remarks.extend(explained.into_iter().map(|remark| format!("the platform: {}; {}", remark.what, remark.hint)));
     }
     first.finish();
     if let Some(second) = &mut second {
@@ -214,15 +180,20 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
     if !run.overlaps {
         remarks.push("our norm starts when NCCL's kernel has ended: the driver takes no earlier start behind it".to_owned());
     }
-    let used = &gpus[..most.min(gpus.len())];
-    let machine = machine_of(&found.devices, used, &found.driver, found.tvm_ffi.clone(), &first.loaded);
+    let machine = machine_of(
+        used(&found.devices, &gpus[..most.min(gpus.len())]),
+        &found.driver,
+        found.tvm_ffi.clone(),
+        &norm,
+        &first.loaded,
+    );
     let mut report = Report {
-        artifact: artifact.named(release.as_ref())?,
-        against: against.as_ref().map(|read| read.named(read.release(None).as_ref())).transpose()?,
+        artifact: named(&artifact, release.as_ref())?,
+        against: against.as_ref().map(|other| named(other, other.release().as_ref())).transpose()?,
         decisions: verdict::decide(&rows, &machine.line()),
         machine,
         rows,
-        platform_faults,
+        platform,
         remarks,
         settings: Settings {
             replays: request.replays,
@@ -348,13 +319,8 @@ fn ranks(asked: &[usize], gpus: &[usize]) -> Result<Vec<usize>> {
     if wanted.is_empty() { Err(too_few(2)) } else { Ok(wanted.into_iter().collect()) }
 }
 
-fn remarks(artifact: &Read, against: Option<&Read>, release: Option<&Version>, no_rule: bool) -> Vec<String> {
-    let mut remarks = Vec::new();
-    for manifest in [Some(artifact), against].into_iter().flatten().filter_map(|read| read.manifest.as_ref()) {
-        if let Some(run_on) = &manifest.run_on {
-            remarks.push(format!("what runs is the code of {}, assembled for {run_on}: a test", manifest.target));
-        }
-    }
+fn remarks(artifact: &Artifact, against: Option<&Artifact>, release: Option<&Version>, no_rule: bool) -> Vec<String> {
+    let mut remarks: Vec<String> = [Some(artifact), against].into_iter().flatten().filter_map(Artifact::moved).collect();
     match release {
         None => remarks.push(
             "the artifact does not say its release of FlashInfer: `auto` goes by the rule of the newest (--flashinfer names one)"
@@ -368,9 +334,8 @@ fn remarks(artifact: &Read, against: Option<&Read>, release: Option<&Version>, n
     remarks
 }
 
-fn machine_of(devices: &[DeviceInfo], gpus: &[usize], cuda: &str, tvm_ffi: Option<String>, loaded: &measure::Loaded) -> Machine {
-    let used: Vec<&DeviceInfo> = gpus.iter().filter_map(|at| devices.iter().find(|device| device.ordinal == *at)).collect();
-    let is_used = |ordinal: usize| gpus.contains(&ordinal);
+fn machine_of(used: Vec<&DeviceInfo>, cuda: &str, tvm_ffi: Option<String>, norm: &Compiled, loaded: &Loaded) -> Machine {
+    let is_used = |ordinal: usize| used.iter().any(|device| device.ordinal == ordinal);
     let links: Vec<_> = loaded.links.iter().filter(|link| is_used(link.from) && is_used(link.to)).cloned().collect();
     Machine {
         gpu: used.first().map_or_else(String::new, |device| device.name.clone()),
@@ -382,14 +347,14 @@ fn machine_of(devices: &[DeviceInfo], gpus: &[usize], cuda: &str, tvm_ffi: Optio
         nccl: loaded.nccl.clone(),
         // The workers get 0 where it is not set.
         nvls: env::var(env::NCCL_NVLS_ENABLE).map_or_else(|| "0".to_owned(), |value| value.to_string_lossy().into_owned()),
-        nvrtc: loaded.nvrtc.clone(),
+        nvrtc: Some(format!("{}.{}", norm.nvrtc.0, norm.nvrtc.1)),
         tvm_ffi,
     }
 }
 
 /// Holds the run against its baseline, and keeps it where it is asked to.
 fn keep(request: &Request, report: &mut Report) -> Result<()> {
-    if !report.platform_faults.is_empty() {
+    if !report.platform.faults.is_empty() {
         return Ok(());
     }
     if let Some(named) = &request.baseline {

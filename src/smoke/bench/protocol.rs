@@ -1,6 +1,6 @@
 //! What `bench` and its workers say to each other, beside what `smoke` does.
 //!
-//! `Load` → `Loaded` once a worker; `Unique` → `Unique` from rank 0, then `Join` → `Joined` from all, once a number of ranks. A point
+//! `Load` → `Loaded` once a worker of the crew that knows NCCL; `Unique` → `Unique` from rank 0, then `Join` → `Joined` from all, once a number of ranks. A point
 //! goes so: `Begin` → `Begun`; then for each way `Capture` → `Captured`, `Check` → `Checked`, `Time` → `Timed`, `Check` → `Checked`.
 
 use std::path::PathBuf;
@@ -12,8 +12,8 @@ use crate::smoke::ffi::driver::LinkInfo;
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Order {
-    /// Load what the artifact is compared with, and compile our own kernels. Without a path it is not loaded.
-    Load { nccl: Option<PathBuf>, nvrtc: Option<PathBuf>, gpus: Vec<usize> },
+    /// Load what the artifact is compared with: NCCL, and our norm as it was compiled; tell the links between the GPUs.
+    Load { nccl: PathBuf, norm: PathBuf, gpus: Vec<usize> },
     /// Name a new communicator.
     Unique,
     /// Join the communicator.
@@ -31,8 +31,7 @@ pub enum Order {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Answer {
     Loaded {
-        nccl: Option<String>,
-        nvrtc: Option<String>,
+        nccl: String,
         links: Vec<LinkInfo>,
     },
     Unique {

@@ -9,10 +9,11 @@ use super::baseline::Compared;
 use super::machine::Machine;
 use super::plan::Scenario;
 use super::rows::Row;
-use super::stats::{median, quantile};
 use super::verdict::{Decision, policy};
 use crate::digest::Digest;
 use crate::policy::Policy;
+use crate::smoke::platform::Probed;
+use crate::smoke::quantiles::{median, quantile};
 
 /// A whole run.
 #[derive(Debug)]
@@ -22,8 +23,7 @@ pub struct Report {
     pub machine: Machine,
     pub rows: Vec<Row>,
     pub decisions: Vec<Decision>,
-    /// What does not work between the GPUs, whatever is run on them.
-    pub platform_faults: Vec<String>,
+    pub platform: Probed,
     pub remarks: Vec<String>,
     /// How it was measured.
     pub settings: Settings,
@@ -93,7 +93,7 @@ impl Word {
 
 impl Report {
     pub fn word(&self) -> Word {
-        if !self.platform_faults.is_empty() {
+        if !self.platform.faults.is_empty() {
             Word::Platform
         } else if self.has_fault() {
             Word::Fault
@@ -150,7 +150,7 @@ impl Report {
     /// One object with everything.
     pub fn to_json(&self) -> Value {
         let problem = |code: &str, message: String| json!({ "code": code, "message": message });
-        let mut problems: Vec<Value> = self.platform_faults.iter().map(|fault| problem("platform", fault.clone())).collect();
+        let mut problems = self.platform.problems();
         // What `auto` takes has a row of its own.
         let rows = self.rows.iter().filter(|row| row.taken.is_none());
         let faults = rows.filter_map(|row| row.fault.as_ref().map(|fault| format!("{}: {fault}", row.name())));
@@ -171,6 +171,7 @@ impl Report {
             "against": self.against,
             "against_ratios": self.against_ratios().map(|(median, most)| json!({ "median": median, "most": most })),
             "machine": self.machine,
+            "platform": self.platform.seen,
             "scenarios": self.by_scenario().into_iter().map(|(scenario, rows)| {
                 json!({ "name": scenario.word(), "rows": rows })
             }).collect::<Vec<_>>(),
@@ -205,7 +206,7 @@ pub mod tests {
             machine: machine(),
             decisions: decide(&rows, &machine().line()),
             rows,
-            platform_faults: Vec::new(),
+            platform: Probed::default(),
             remarks: Vec::new(),
             settings: Settings {
                 replays: 100,
@@ -237,7 +238,7 @@ pub mod tests {
         let mut wrong = good();
         wrong.rows[2].fault = Some("off".to_owned());
         assert_eq!(wrong.word(), Word::Fault);
-        wrong.platform_faults.push("no way".to_owned());
+        wrong.platform.faults.push("no way".to_owned());
         assert_eq!(wrong.word(), Word::Platform);
         assert_eq!(report(Vec::new()).word(), Word::Fault, "nothing was measured");
     }

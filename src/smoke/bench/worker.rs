@@ -5,28 +5,27 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::time::Duration;
-
-use rayon::prelude::*;
 
 use super::plan::{FUNCTION, NORM, PATTERN, Point, SETS, Way};
 use super::protocol::{Answer, Order};
 use crate::smoke::cases::Case;
-use crate::smoke::compare::describe;
-use crate::smoke::fault::{Planted, planted};
+use crate::smoke::compare;
+use crate::smoke::fault::{self, Planted, planted};
 use crate::smoke::ffi::driver::{CudaError, Driver, Event, Executable, Function, Graph, Memory, Parameter, Shape};
 use crate::smoke::ffi::nccl::{Communicator, ID_BYTES, Nccl};
-use crate::smoke::ffi::nvrtc::Nvrtc;
 use crate::smoke::ffi::tvm::{Argument, Element};
 use crate::smoke::inputs::{self, Inputs};
+use crate::smoke::kernels::Source;
 use crate::smoke::layout;
 use crate::smoke::numbers::{DType, Floats};
 use crate::smoke::protocol::Answer as Said;
-use crate::smoke::reference::{Distance, EPS, Expected, Outputs};
+use crate::smoke::reference::{Distance, EPS, Outputs};
 use crate::smoke::signature::Values;
-use crate::smoke::stage::{Stage, Trouble, Waited, standing};
+use crate::smoke::stage::{Stage, Trouble, Waited, buffers, mangled, must_hold, standing};
 
-const NORM_SOURCE: &str = include_str!("../../../cuda-src/bench/add_rms_norm.cu");
+/// Our norm.
+pub const SOURCE: Source =
+    Source { name: "add_rms_norm.cu", text: include_str!("../../../cuda-src/bench/add_rms_norm.cu"), options: &["-std=c++17"] };
 /// The oldest target whose kernels can start before the one ahead has ended.
 const OVERLAPS_FROM: u32 = 90;
 /// How many replays pass between two signs of life.
@@ -66,7 +65,7 @@ impl Bench {
     /// Does what is asked. `sign` tells the supervisor of a replay that begins.
     pub fn obey(&mut self, stage: &mut Stage, order: Order, sign: &mut dyn FnMut(usize, u32)) -> Result<Said, Trouble> {
         let answer = match order {
-            Order::Load { nccl, nvrtc, gpus } => match self.load(stage, nccl.as_deref(), nvrtc.as_deref(), &gpus) {
+            Order::Load { nccl, norm, gpus } => match self.load(stage, &nccl, &norm, &gpus) {
                 Ok(answer) => answer,
                 Err(why) => return Ok(Said::Lacks(why)),
             },
@@ -112,29 +111,21 @@ impl Bench {
         self.laid.as_mut().ok_or_else(|| Trouble::Failed("no point was begun".to_owned()))
     }
 
-    fn load(&mut self, stage: &Stage, nccl: Option<&Path>, nvrtc: Option<&Path>, gpus: &[usize]) -> Result<Answer, String> {
+    fn load(&mut self, stage: &Stage, nccl: &Path, norm: &Path, gpus: &[usize]) -> Result<Answer, String> {
         let said = |error: CudaError| error.to_string();
         let driver = Driver::open()?;
         let pairs = gpus.iter().flat_map(|one| gpus.iter().map(move |other| (*one, *other))).filter(|(one, other)| one != other);
         let links = pairs.map(|(one, other)| driver.link(one, other)).collect::<Result<_, _>>().map_err(said)?;
-        let mut compiler = None;
-        if let Some(path) = nvrtc {
-            let nvrtc = Nvrtc::open(path)?;
-            let cubin = nvrtc.compile("add_rms_norm.cu", NORM_SOURCE, &["--std=c++17"], stage.device.sm)?;
-            let code = stage.context.load(&cubin).map_err(said)?;
-            for dtype in [DType::Bf16, DType::Fp16] {
-                for vectors in [1, 2, 4] {
-                    let name = format!("{NORM}_{}_{vectors}", dtype.word());
-                    self.norms.insert((dtype, vectors), code.function(&name).map_err(said)?);
-                }
+        let code = stage.code(norm).map_err(|trouble| trouble.to_string())?;
+        for dtype in [DType::Bf16, DType::Fp16] {
+            for vectors in [1, 2, 4] {
+                let name = format!("{NORM}_{}_{vectors}", dtype.word());
+                self.norms.insert((dtype, vectors), code.function(&name).map_err(said)?);
             }
-            let (major, minor) = nvrtc.version();
-            compiler = Some(format!("{major}.{minor}"));
         }
-        if let Some(path) = nccl {
-            self.nccl = Some(Nccl::open(path)?);
-        }
-        Ok(Answer::Loaded { nccl: self.nccl.map(|nccl| nccl.version()), nvrtc: compiler, links })
+        let nccl = Nccl::open(nccl)?;
+        self.nccl = Some(nccl);
+        Ok(Answer::Loaded { nccl: nccl.version(), links })
     }
 
     fn capture(&mut self, stage: &Stage, way: Way) -> Result<Answer, Trouble> {
@@ -156,25 +147,17 @@ impl Bench {
             *kernels.entry(name).or_default() += 1;
         }
         let wanted = match way {
-            Way::Nccl => NORM,
-            Way::OneShot => "allreduce_fusion_kernel_oneshot_lamport",
-            Way::TwoShot => "allreduce_fusion_kernel_twoshot_sync",
+            // Declared `extern "C"`: its name is as it stands in the source.
+            Way::Nccl => NORM.to_owned(),
+            fused => laid.point.case(fused).kernels().iter().copied().map(mangled).collect(),
         };
-        let (expected, found) = (
-            laid.point.calls + 1,
-            kernels.iter().filter(|(name, _)| name.contains(wanted)).map(|(_, count)| count).sum::<usize>(),
-        );
-        if found != expected {
-            let held: Vec<_> = kernels.iter().map(|(name, count)| format!("{count} × {name}")).collect();
-            return Err(Trouble::Wrong(format!("the graph holds {} where {expected} × {wanted} are expected", held.join(", "))));
-        }
+        must_hold(kernels.iter().map(|(name, count)| (name.as_str(), *count)), &wanted, laid.point.calls + 1)?;
         self.laid()?.graph = Some((way, executable));
         Ok(Answer::Captured { kernels: kernels.into_iter().collect(), overlaps: overlaps && way == Way::Nccl })
     }
 
     fn graph(&self, stage: &Stage, laid: &Laid, way: Way, overlaps: bool) -> Result<(Graph, Executable), Trouble> {
-        stage.origin.begin_capture()?;
-        let put = || -> Result<(), Trouble> {
+        let graph = stage.origin.capture(|| -> Result<(), Trouble> {
             for call in 0..=laid.point.calls {
                 if call == 1 {
                     laid.events.0.record_in_graph(&stage.origin)?;
@@ -185,12 +168,7 @@ impl Bench {
                 }
             }
             Ok(laid.events.1.record_in_graph(&stage.origin)?)
-        };
-        let put = put();
-        // The end of a capture that failed only says that it failed.
-        let graph = stage.origin.end_capture();
-        put?;
-        let graph = graph?;
+        })?;
         let executable = graph.instantiate()?;
         Ok((graph, executable))
     }
@@ -237,20 +215,21 @@ impl Laid {
     fn new(stage: &mut Stage, point: Point, seed: u64, rank: usize, shared_bytes: usize) -> Result<Self, Trouble> {
         let workspace = point.workspace();
         let whole = stage.shared_of(rank, shared_bytes)?;
+        let (counters, table) = stage.fusion_table(&workspace, &stage.addresses(&workspace, point.ranks)?)?;
         let alloc = |bytes: usize| stage.context.alloc(bytes);
         let matrix = || alloc(point.bytes() * SETS);
         let laid = Self {
             point,
             rank,
-            inputs: made(&point.case(Way::OneShot), seed),
+            inputs: inputs::of_all(&point.case(Way::OneShot), seed, SETS, &[rank]),
             main: matrix()?,
             residual: matrix()?,
             gamma: alloc(point.hidden * point.dtype.size() * SETS)?,
             sum: matrix()?,
             residual_out: matrix()?,
             norm_out: matrix()?,
-            counters: alloc(5 * 4)?,
-            table: alloc((3 * point.ranks + 1) * 8)?,
+            counters,
+            table,
             graph: None,
             events: (stage.context.event()?, stage.context.event()?),
         };
@@ -260,30 +239,8 @@ impl Laid {
                 part(memory, set).write(floats.bytes(), &stage.origin)?;
             }
         }
-        let words: Vec<u8> = layout::counters(workspace.part).iter().flat_map(|word| word.to_le_bytes()).collect();
-        laid.counters.write(&words, &stage.origin)?;
-        let mut addresses = vec![Vec::new(); point.ranks];
-        for (other, addresses) in addresses.iter_mut().enumerate() {
-            let base =
-                stage.address_of(other).ok_or_else(|| Trouble::Failed(format!("the memory of rank {other} is not mapped")))?;
-            *addresses = workspace.offsets().map(|offset| base + offset as u64).collect();
-        }
-        let pointers = layout::fusion_pointers(&addresses, laid.counters.address());
-        let pointers: Vec<u8> = pointers.iter().flat_map(|pointer| pointer.to_le_bytes()).collect();
-        laid.table.write(&pointers, &stage.origin)?;
-        for ((offset, bytes), lamport) in workspace.offsets().zip(&workspace.buffers).zip(&workspace.lamport) {
-            let buffer = whole.part(offset, *bytes);
-            buffer.fill8(0, &stage.origin)?;
-            if *lamport {
-                let values = Values::from([
-                    ("buffer_ptr", Argument::Int(buffer.address() as i64)),
-                    ("size", Argument::Int((bytes / point.dtype.size()) as i64)),
-                    ("dtype", Argument::DataType(point.dtype)),
-                ]);
-                stage.call("trtllm_lamport_initialize", &values, &stage.origin)?;
-            }
-        }
-        stage.finish(&stage.origin).map_err(|waited| laid.hung(waited, "the layout of its memory", 0))?;
+        let hung = |waited| laid.hung(waited, "the layout of its memory", 0);
+        stage.initialize(&buffers(&whole, &workspace), &workspace, point.dtype, false, &hung)?;
         Ok(laid)
     }
 
@@ -341,7 +298,7 @@ impl Laid {
             }
             written.push(outputs);
         }
-        compare(&case, &self.inputs, self.rank, &written).map_err(|what| Trouble::Wrong(format!("rank {}: {what}", self.rank)))
+        compare(&case, &self.inputs, self.rank, written).map_err(Trouble::Wrong)
     }
 
     /// Microseconds between the events of each replay.
@@ -352,13 +309,7 @@ impl Laid {
             if replay.is_multiple_of(SIGN) || replay == 1 {
                 sign(self.rank, replay);
             }
-            match planted() {
-                Some(Planted::Absent(absent)) if (absent, 1) == (self.rank, replay) => loop {
-                    std::thread::sleep(Duration::from_secs(3600));
-                },
-                Some(Planted::Dies(dies)) if (dies, 1) == (self.rank, replay) => std::process::abort(),
-                _ => {}
-            }
+            fault::strike(self.rank, replay);
             stage.origin.launch(graph)?;
             stage.finish(&stage.origin).map_err(|waited| self.hung(waited, way.word(), replay))?;
             if replay >= warm_up {
@@ -369,38 +320,16 @@ impl Laid {
     }
 
     fn hung(&self, waited: Waited, doing: &str, replay: u32) -> Trouble {
-        match waited {
-            Waited::Failed(error) => Trouble::Failed(error.to_string()),
-            Waited::TooLong => {
-                let counters = (doing != Way::Nccl.word()).then_some(&self.counters);
-                let stands = standing(self.rank, counters);
-                Trouble::Hung { replay, standing: vec![format!("{stands} ({doing}, {} tokens)", self.point.tokens)] }
-            }
-        }
+        waited.told(replay, || {
+            let counters = (doing != Way::Nccl.word()).then_some(&self.counters);
+            vec![format!("{} ({doing}, {} tokens)", standing(self.rank, counters), self.point.tokens)]
+        })
     }
 }
 
-/// The inputs of all ranks, by set and rank.
-fn made(case: &Case, seed: u64) -> Vec<Vec<Inputs>> {
-    let of_set = |set| (0..case.ranks).into_par_iter().map(|rank| inputs::make(case, seed, set, rank)).collect();
-    (0..SETS).map(of_set).collect()
-}
-
 /// Holds what `rank` wrote, by set, against what is right.
-fn compare(case: &Case, inputs: &[Vec<Inputs>], rank: usize, outputs: &[Outputs]) -> Result<Distance, String> {
-    let rows: Vec<(usize, usize)> = (0..outputs.len()).flat_map(|set| (0..case.tokens).map(move |token| (set, token))).collect();
-    let found: Vec<Result<Distance, String>> = rows
-        .into_par_iter()
-        .map(|(set, token)| {
-            let expected = Expected::new(case, &inputs[set], token);
-            expected.check(rank, &outputs[set]).map_err(|wrong| format!("token {token}: {}", describe(&wrong, case.hidden)))
-        })
-        .collect();
-    let (rows, wrong) = (found.len(), found.iter().filter(|row| row.is_err()).count());
-    found
-        .into_iter()
-        .try_fold(Distance::default(), |distance, row| row.map(|row| distance.max(row)))
-        .map_err(|first| format!("{first} ({wrong} of {rows} tokens are wrong)"))
+fn compare(case: &Case, inputs: &[Vec<Inputs>], rank: usize, outputs: Vec<Outputs>) -> Result<Distance, String> {
+    compare::verdict(&compare::on_host(case, inputs, &[rank], &[outputs]), case.hidden).map_err(|fails| fails.what)
 }
 
 #[cfg(test)]
@@ -437,18 +366,18 @@ mod tests {
     fn nccl_and_our_norm_are_within_their_bound_and_what_is_off_is_told() {
         let point = point(3, 512);
         let case = point.case(Way::Nccl);
-        let inputs = made(&point.case(Way::OneShot), 9);
+        let inputs = inputs::of_all(&point.case(Way::OneShot), 9, SETS, &[0, 1, 2, 3]);
         let mut outputs: Vec<Outputs> = inputs.iter().map(|set| separately(&point, set, 1)).collect();
-        let distance = compare(&case, &inputs, 1, &outputs).unwrap();
+        let distance = compare(&case, &inputs, 1, outputs.clone()).unwrap();
         assert!(distance.of_bound <= 1.0 && distance.relative > 0.0);
         let at = 512 + 7;
         let right = outputs[1].norm.word(at);
         outputs[1].norm.set(at, right ^ 0x0400);
-        let wrong = compare(&case, &inputs, 1, &outputs).unwrap_err();
+        let wrong = compare(&case, &inputs, 1, outputs.clone()).unwrap_err();
         assert!(wrong.contains("token 1") && wrong.contains("norm_out") && wrong.contains("1 of 6 tokens"), "{wrong}");
         outputs[1].norm.set(at, DType::Bf16.poison());
-        assert!(compare(&case, &inputs, 1, &outputs).unwrap_err().contains("never written"));
-        assert!(compare(&case, &inputs, 2, &outputs).is_err(), "the residual is another rank's");
+        assert!(compare(&case, &inputs, 1, outputs.clone()).unwrap_err().contains("never written"));
+        assert!(compare(&case, &inputs, 2, outputs).is_err(), "the residual is another rank's");
     }
 
     #[test]
@@ -464,8 +393,9 @@ mod tests {
 
     #[test]
     fn the_sets_of_inputs_differ_and_all_ways_get_the_same() {
-        let sets = made(&point(2, 64).case(Way::OneShot), 3);
+        let made = |way| inputs::of_all(&point(2, 64).case(way), 3, SETS, &[1]);
+        let sets = made(Way::OneShot);
         assert_ne!(sets[0], sets[1]);
-        assert_eq!(sets, made(&point(2, 64).case(Way::TwoShot), 3));
+        assert_eq!(sets, made(Way::TwoShot));
     }
 }

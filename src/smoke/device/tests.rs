@@ -23,9 +23,9 @@ fn program() -> &'static PathBuf {
         let root = concat!(env!("CARGO_MANIFEST_DIR"), "/");
         let target = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
         let mut build = cc::Build::new();
-        build.cpp(true).host(&target).target(&target).opt_level(1).cargo_metadata(false);
+        build.cpp(true).host(&target).target(&target).opt_level(2).cargo_metadata(false);
         let mut command = build.get_compiler().to_command();
-        command.args(["-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-I"]);
+        command.args(["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-I"]);
         command.arg(format!("{root}cuda-src/smoke")).arg("-o").arg(dir.join("host"));
         let built = command.arg(format!("{root}src/smoke/device/host.cpp")).output().expect("a C++ compiler starts");
         assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));

@@ -531,15 +531,15 @@ impl Stream {
         call!(cuStreamWaitEvent(self.stream, event.event, 0))
     }
 
-    /// From now on what is put on this stream, and on streams that wait for it, goes into a graph.
-    pub fn begin_capture(&self) -> Result<()> {
-        call!(cuStreamBeginCapture_v2(self.stream, sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED))
-    }
-
-    pub fn end_capture(&self) -> Result<Graph> {
+    /// A graph of what `put` puts on this stream, and on streams that wait for it.
+    pub fn capture<E: From<CudaError>>(&self, put: impl FnOnce() -> std::result::Result<(), E>) -> std::result::Result<Graph, E> {
+        call!(cuStreamBeginCapture_v2(self.stream, sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED))?;
+        let put = put();
         let mut graph = ptr::null_mut();
-        call!(cuStreamEndCapture(self.stream, &mut graph))?;
-        Ok(Graph { graph })
+        let ended = call!(cuStreamEndCapture(self.stream, &mut graph)).map(|()| Graph { graph });
+        // The end of a capture that failed only says that it failed.
+        put?;
+        Ok(ended?)
     }
 
     pub fn launch(&self, graph: &Executable) -> Result<()> {
