@@ -6,7 +6,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::support::gpu::{fake, fakes};
+use crate::support::gpu::{fake, fakes, no_driver};
 use crate::support::sandbox::{Ran, Sandbox};
 use crate::support::toolkit::nvcc;
 
@@ -193,12 +193,7 @@ fn a_baseline_is_made_where_there_is_none_and_a_slower_run_is_a_regression() {
 #[test]
 fn what_the_machine_lacks_is_told_with_a_hint() {
     let sandbox = Sandbox::new();
-    let none = sandbox.path("none");
-    fs::create_dir(&none).unwrap();
-    for name in ["libcuda.so", "libcuda.so.1", "libnvcuda.so", "libnvcuda.so.1"] {
-        fs::write(none.join(name), "no library").unwrap();
-    }
-    let ran = Ran::of(bench(&sandbox, &SHORT).env("LD_LIBRARY_PATH", &none));
+    let ran = Ran::of(bench(&sandbox, &SHORT).env("LD_LIBRARY_PATH", no_driver(&sandbox)));
     ran.exits(3).says("no NVIDIA driver is on this machine").says("hint: ");
     let ran = Ran::of(bench(&sandbox, &SHORT).env("FAKE_GPUS", "1"));
     ran.exits(3).says("there are 1 GPUs, and 2 ranks were asked for").says("NCCL takes one rank a GPU").says("hint: ");
@@ -208,8 +203,11 @@ fn what_the_machine_lacks_is_told_with_a_hint() {
     ran.exits(3).says("does not compile add_rms_norm.cu for sm_90").says("it is too old").says("--nvrtc");
     let ran = Ran::of(bench(&sandbox, &SHORT).env("FAKE_NCCL", "refused"));
     ran.exits(3).says("2 ranks could not be brought together").says("ncclCommInitRank: unhandled system error (it is a fake)");
-    let ran = Ran::of(bench(&sandbox, &SHORT).env("FAKE_IPC", "refused"));
-    ran.exits(3);
+    let ran = Ran::of(bench(&sandbox, &[&SHORT[..], &["--json"]].concat()).env("FAKE_IPC", "refused")).exits(3);
+    let (report, code) = (ran.json(), "platform");
+    assert_eq!((report["verdict"].as_str(), report["problems"][0]["code"].as_str()), (Some(code), Some(code)), "{report}");
+    assert!(report["problems"][0]["message"].as_str().unwrap().contains("cannot map the memory of rank"), "{report}");
+    assert!(report["platform"]["iommu"].is_object() && report["machine"]["topology"] == "unknown", "{report}");
     let wrong = fakes().join("libtvm_ffi.so");
     let ran = Ran::of(&mut bench(&sandbox, &[&SHORT[..], &["--nccl", wrong.to_str().unwrap()]].concat()));
     ran.exits(3).says("ncclGetVersion").says("--nccl");

@@ -7,7 +7,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::support::gpu::fakes;
+use crate::support::gpu::{fakes, no_driver};
 use crate::support::sandbox::{Ran, Sandbox};
 use crate::support::toolkit::nvcc;
 
@@ -49,12 +49,7 @@ fn problem(report: &Value) -> (&str, &str) {
 #[test]
 fn without_a_driver_it_says_so_and_what_to_do() {
     let sandbox = Sandbox::new();
-    // The machine's own is hidden by files that are no libraries.
-    let dir = sandbox.path("none");
-    fs::create_dir(&dir).unwrap();
-    for name in ["libcuda.so", "libcuda.so.1", "libnvcuda.so", "libnvcuda.so.1"] {
-        fs::write(dir.join(name), "no library").unwrap();
-    }
+    let dir = no_driver(&sandbox);
     let ran = Ran::of(with_tvm_ffi(&mut smoke(&sandbox, &[])).env("LD_LIBRARY_PATH", &dir));
     ran.exits(3).says("no NVIDIA driver is on this machine").says("because").says("libcuda.so.1").says("hint: ");
     let ran = Ran::of(with_tvm_ffi(&mut smoke(&sandbox, &["--json"])).env("LD_LIBRARY_PATH", &dir)).exits(3);

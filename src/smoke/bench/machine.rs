@@ -47,11 +47,14 @@ pub enum Topology {
     Pcie,
     /// The driver says that some GPU cannot read another's memory.
     NoPeerAccess,
+    /// Nobody was asked.
+    Unknown,
 }
 
 impl Topology {
     pub fn of(links: &[LinkInfo]) -> Self {
         match links {
+            [] => Self::Unknown,
             links if links.iter().any(|link| !link.peer_access) => Self::NoPeerAccess,
             links if links.iter().all(|link| link.native_atomics) => Self::Nvlink,
             _ => Self::Pcie,
@@ -63,6 +66,7 @@ impl Topology {
             Self::Nvlink => "nvlink",
             Self::Pcie => "pcie",
             Self::NoPeerAccess => "no-peer-access",
+            Self::Unknown => "unknown",
         }
     }
 
@@ -72,6 +76,7 @@ impl Topology {
             Self::Nvlink => "NVLink (peer access with native atomics)",
             Self::Pcie => "PCIe (peer access without native atomics)",
             Self::NoPeerAccess => "no peer access between all GPUs, says the driver",
+            Self::Unknown => "unknown links",
         }
     }
 }
@@ -154,6 +159,7 @@ pub mod tests {
         assert_eq!(Topology::of(&[link(true, true), link(true, true)]), Topology::Nvlink);
         assert_eq!(Topology::of(&[link(true, true), link(true, false)]), Topology::Pcie);
         assert_eq!(Topology::of(&[link(true, true), link(false, false)]), Topology::NoPeerAccess);
+        assert_eq!(Topology::of(&[]), Topology::Unknown);
     }
 
     #[test]

@@ -204,7 +204,8 @@ fn correct_roundings_pass_in_every_pattern_and_type() {
             if pattern.quant == Some(Quant::Fp4) && dtype == DType::Fp32 {
                 continue;
             }
-            for hidden in [512, 2880] {
+            // A row of whole warps, and one whose last warp is partial.
+            for hidden in [512, 576] {
                 distance = distance.max(passes(&fusion(pattern.code, dtype, 4, hidden, true)));
             }
         }
@@ -212,6 +213,7 @@ fn correct_roundings_pass_in_every_pattern_and_type() {
             distance = distance.max(passes(&fusion(pattern.code, DType::Bf16, ranks, 512, false)));
         }
     }
+    distance = distance.max(passes(&fusion(1, DType::Bf16, 4, 2880, true)));
     // The bounds are worst cases and no fantasies: real roundings come near them.
     assert!(distance.of_bound > 0.5 && distance.of_bound <= 1.0, "{distance:?}");
     assert!(distance.relative < 2e-2, "{distance:?}");

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
+use super::sandbox::Sandbox;
 use super::toolkit::nvcc;
 
 const SUPPORT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/it/support");
@@ -41,4 +42,14 @@ pub fn fakes() -> &'static Path {
 /// The path of one of the fakes.
 pub fn fake(name: &str) -> String {
     fakes().join(name).to_str().unwrap().to_owned()
+}
+
+/// A folder for `LD_LIBRARY_PATH` that hides the machine's own driver by files that are no libraries.
+pub fn no_driver(sandbox: &Sandbox) -> PathBuf {
+    let dir = sandbox.path("no-driver");
+    std::fs::create_dir(&dir).unwrap();
+    for name in ["libcuda.so", "libcuda.so.1", "libnvcuda.so", "libnvcuda.so.1"] {
+        std::fs::write(dir.join(name), "no library").unwrap();
+    }
+    dir
 }
