@@ -7,6 +7,13 @@ cd "$(dirname "$0")/.." || exit 70
 cargo fmt --check || { echo "error: run cargo fmt" >&2; exit 1; }
 cargo clippy --release --locked --all-targets -- -D warnings || exit 1
 
+# The workflow for GPU runners is not run here; that it is YAML at all can be seen.
+if python3 -c 'import yaml' 2>/dev/null; then
+  python3 -c 'import sys, yaml; [yaml.safe_load(open(file)) for file in sys.argv[1:]]' ci/*.yml || exit 1
+else
+  echo "note: ci/*.yml were not parsed: this Python has no PyYAML" >&2
+fi
+
 mkdir -p target
 log=target/test.log
 cargo test --release --locked --no-fail-fast 2>&1 | tee "$log"

@@ -27,6 +27,10 @@ pub const CUDA_HOME: &str = "CUDA_HOME";
 pub const CUDA_PATH: &str = "CUDA_PATH";
 /// How many queues a process has on a GPU. Set for `smoke`'s workers, whose ranks wait for each other.
 pub const CUDA_DEVICE_MAX_CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+/// Whether NCCL uses NVLink multicast (NVLS). `bench`'s workers get 0 where it is not set.
+pub const NCCL_NVLS_ENABLE: &str = "NCCL_NVLS_ENABLE";
+/// How many threads work on the host's side. Set for `smoke`'s and `bench`'s workers, which share the cores, unless it is set.
+pub const RAYON_NUM_THREADS: &str = "RAYON_NUM_THREADS";
 /// The active virtual environment.
 pub const VIRTUAL_ENV: &str = "VIRTUAL_ENV";
 /// The active conda environment.

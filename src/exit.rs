@@ -6,7 +6,7 @@
 pub enum Exit {
     /// What was asked for is so.
     Right = 0,
-    /// `doctor`, `inspect`, `verify`, `scan` or `smoke` looked and found a fault; `uninstall` left a file that somebody else
+    /// `doctor`, `inspect`, `verify`, `scan`, `smoke` or `bench` looked and found a fault; `uninstall` left a file that somebody else
     /// changed.
     Fault = 1,
     /// The command line is wrong.

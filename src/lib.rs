@@ -20,7 +20,7 @@
 //! | [`pipeline`] | the one place that knows build, judge and store: look up, lock, compile, judge, publish, explain; export and import |
 //! | [`activate`] | overlay plus artifact into an environment, and out of it again |
 //! | [`verify`] | what is wrong in an environment, and what FlashInfer would load in it; `doctor` stands on it |
-//! | [`smoke`] | runs an artifact on GPUs and holds its numbers against a reference |
+//! | [`smoke`] | runs an artifact on GPUs and holds its numbers against a reference; `bench` measures it |
 //! | [`cli`] | one file a verb; human and JSON output; no logic of its own |
 
 pub mod cancel;

@@ -107,6 +107,16 @@ impl Policy {
         self.ranks.iter().try_for_each(|ranks| ranks.check(self.workspace_tokens))
     }
 
+    /// The policy as the text of a file, which `heading` begins: lines of a comment.
+    pub fn to_toml(&self, heading: &[String]) -> String {
+        let mut text: String = heading.iter().map(|line| format!("# {line}\n")).collect();
+        let body = toml_edit::ser::to_string_pretty(self).expect("a policy is always TOML");
+        if !text.is_empty() {
+            text.push('\n');
+        }
+        text + &body
+    }
+
     /// The limits for `count` ranks; none where they stay on the engine's own path.
     pub fn of(&self, count: u32) -> Option<&Ranks> {
         self.ranks.iter().find(|ranks| ranks.count == count)
@@ -215,6 +225,18 @@ mod tests {
             assert!(error.to_string().contains(says), "`{says}` is not in {error}");
             assert!(!error.hints().is_empty(), "{error}");
         }
+    }
+
+    #[test]
+    fn what_is_written_is_read_back() {
+        let mut policy = Policy::default();
+        policy.ranks[0].max_tokens = Some(512);
+        policy.ranks[0].oneshot_tokens = Some(64);
+        let text = policy.to_toml(&["measured on \"this\" machine".to_owned()]);
+        assert!(text.starts_with("# measured on"), "{text}");
+        assert_eq!(Policy::parse(&text).unwrap(), policy, "{text}");
+        let none = Policy { ranks: Vec::new(), ..policy };
+        assert_eq!(Policy::parse(&none.to_toml(&[])).unwrap(), none, "{}", none.to_toml(&[]));
     }
 
     #[test]

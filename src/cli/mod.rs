@@ -1,10 +1,12 @@
 //! The command line: one file a verb. Flags, and the human and JSON forms of results; no logic of its own.
 
+mod bench;
 mod build;
 mod cache;
 mod doctor;
 mod explain;
 mod findings;
+mod gpu;
 mod inspect;
 mod install;
 mod output;
@@ -47,7 +49,7 @@ struct Cli {
 const EXIT_CODES: &str = "\
 Exit codes:
   0    what was asked for is so
-  1    doctor, verify, inspect, scan, smoke, cache verify or tables check found a fault; uninstall left a file that somebody else changed
+  1    doctor, verify, inspect, scan, smoke, bench, cache verify or tables check found a fault; uninstall left a file that somebody else changed
   2    the command line is wrong
   3    the machine lacks something: nvcc, headers, disk, network, GPU
   4    a release, target or arch is unknown, unsupported or beyond this nvcc
@@ -68,8 +70,9 @@ enum Verb {
     Scan(scan::Args),
     Cache(cache::Args),
     Smoke(smoke::Args),
+    Bench(bench::Args),
     Tables(tables::Args),
-    /// A process of `smoke`, started by it
+    /// A process of `smoke` and `bench`, started by them
     #[command(name = crate::smoke::supervise::WORKER_VERB, hide = true)]
     SmokeWorker,
     #[command(name = RETARGET, hide = true)]
@@ -119,6 +122,7 @@ fn dispatch(verb: Verb, output: &Output) -> Result<Exit> {
         Verb::Scan(args) => scan::run(args, output),
         Verb::Cache(args) => cache::run(args, output),
         Verb::Smoke(args) => smoke::run(args, output),
+        Verb::Bench(args) => bench::run(args, output),
         Verb::Tables(args) => tables::run(args, output),
         Verb::SmokeWorker => smoke::worker(),
         Verb::Retarget(args) => Err(retarget::run(args)),

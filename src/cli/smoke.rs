@@ -2,22 +2,19 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::io::IsTerminal;
-use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::path::PathBuf;
 
-use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 
+use super::gpu::{self, Display, Flags};
 use super::output::Output;
-use crate::build::provision::Mode;
 use crate::cancel;
 use crate::error::{Error, Result};
 use crate::exit::Exit;
-use crate::pipeline::{self, Context};
+use crate::pipeline::Context;
 use crate::smoke::cases::{Case, Planned, RANKS, Set, What};
 use crate::smoke::ffi::driver::Driver;
-use crate::smoke::report::{Report, junit};
+use crate::smoke::report::{ComparedBy, Report, junit};
 use crate::smoke::supervise::{Played, Transport, Verdict};
 use crate::smoke::{self, Event, Request};
 use crate::{survey, target};
@@ -28,13 +25,8 @@ use crate::{survey, target};
 /// each number against a float64 reference. Needs no Python and no torch. Ends with 1 when a number is wrong or a rank hangs.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The artifact: a trtllm_comm.so of fi-arch's store, or built by FlashInfer itself
-    #[arg(value_name = "ARTIFACT", required_unless_present = "env")]
-    artifact: Option<PathBuf>,
-
-    /// A Python environment: its artifact in the store, its libtvm_ffi and its CUDA runtime [default for the last two: the active one]
-    #[arg(long, value_name = "DIR")]
-    env: Option<PathBuf>,
+    #[command(flatten)]
+    gpu: Flags,
 
     /// Where ranks live: in processes with CUDA IPC between them, as the engines have it, or as streams of one process on one GPU
     #[arg(long, value_enum, default_value_t = TransportArg::Ipc)]
@@ -43,10 +35,6 @@ pub struct Args {
     /// How many ranks: a list of 2, 4, 8 [default: 2,4,8; with --quick 2]
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = clap::value_parser!(u8))]
     ranks: Vec<u8>,
-
-    /// The GPUs that ranks go to in turn, by the driver's numbers [default: all]
-    #[arg(long, value_name = "LIST", value_delimiter = ',')]
-    gpus: Vec<usize>,
 
     /// A gate before a server starts: the main shapes of every pattern in seconds, in little memory
     #[arg(long, conflicts_with = "cases")]
@@ -64,10 +52,6 @@ pub struct Args {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     replays: Option<u32>,
 
-    /// How long the GPU may take for one replay before it counts as hung, in seconds
-    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=600))]
-    deadline: u64,
-
     /// Also run cases that every release is known to get wrong
     #[arg(long)]
     known_faults: bool,
@@ -76,13 +60,10 @@ pub struct Args {
     #[arg(long, value_name = "TARGET", num_args = 0..=1)]
     list: Option<Option<String>>,
 
-    /// libtvm_ffi.so, or a folder that holds it [default: the environment's, else the one that a build fetched]
-    #[arg(long, value_name = "FILE|DIR")]
-    tvm_ffi: Option<PathBuf>,
-
-    /// The CUDA runtime that the artifact needs, such as libcudart.so.13 [default: the environment's, else the system's]
-    #[arg(long, value_name = "FILE")]
-    cudart: Option<PathBuf>,
+    /// Who makes the inputs and compares the outputs with the float64 reference: kernels of ours on the GPU (and the host too in the
+    /// first replay of each case), or the host alone, as it is where no libnvrtc is found to compile them
+    #[arg(long, value_enum, default_value_t = CompareArg::Device)]
+    compare: CompareArg,
 
     /// Also write the results as JUnit XML
     #[arg(long, value_name = "FILE")]
@@ -98,6 +79,12 @@ enum TransportArg {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum CompareArg {
+    Device,
+    Host,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum CasesArg {
     All,
     Pairwise,
@@ -107,13 +94,13 @@ enum CasesArg {
 pub fn run(args: Args, output: &Output) -> Result<Exit> {
     cancel::on_signals();
     let context = Context::open()?;
-    let environment = survey::environment(args.env.as_deref(), &context.memo)?;
+    let environment = survey::environment(args.gpu.env.as_deref(), &context.memo)?;
     let request = request(&args, &context)?;
     if let Some(sm) = &args.list {
         return list(&request, sm.as_deref(), output);
     }
-    let mut display = Display::new(output);
-    let ran = smoke::run(&request, environment.as_ref(), &context.home, &mut |event| display.event(event));
+    let (display, mut failed) = (Display::new(output), 0);
+    let ran = smoke::run(&request, environment.as_ref(), &context.home, &mut |event| show(&display, event, &mut failed));
     display.finish();
     let report = ran?;
     if let Some(path) = &args.junit {
@@ -139,15 +126,9 @@ fn request(args: &Args, context: &Context) -> Result<Request> {
         ([], false) => RANKS.to_vec(),
         (given, _) => given.iter().map(|ranks| usize::from(*ranks)).collect(),
     };
-    if let Some(odd) = ranks.iter().find(|ranks| !RANKS.contains(ranks)) {
-        return Err(Error::usage(format!("{odd} ranks are none of the sizes that the kernels know")).hint("2, 4 and 8 are"));
-    }
-    let artifact = match &args.artifact {
-        Some(artifact) => artifact.clone(),
-        None => stored(args, context)?,
-    };
+    gpu::check_ranks(&ranks)?;
     Ok(Request {
-        artifact,
+        setup: args.gpu.setup(context)?,
         transport: match args.transport {
             TransportArg::Ipc => Transport::Ipc,
             TransportArg::Inproc => Transport::InProcess,
@@ -159,40 +140,10 @@ fn request(args: &Args, context: &Context) -> Result<Request> {
             (false, CasesArg::Both) => vec![Set::All, Set::Pairwise],
         },
         ranks,
-        gpus: args.gpus.clone(),
         only: args.only.clone(),
         replays: args.replays,
         known_faults: args.known_faults,
-        deadline: Duration::from_secs(args.deadline),
-        tvm_ffi: args.tvm_ffi.clone(),
-        cudart: args.cudart.clone(),
-    })
-}
-
-/// The artifact in the store for the environment that `--env` names and the GPU of this machine.
-fn stored(args: &Args, context: &Context) -> Result<PathBuf> {
-    let driver = Driver::open().map_err(|why| Error::machine("this machine cannot run an artifact").because(why))?;
-    let devices = driver.devices().map_err(|error| Error::machine("the driver does not tell its GPUs").because(error))?;
-    let wanted = args.gpus.first().copied().unwrap_or(0);
-    let device = devices.get(wanted).ok_or_else(|| Error::usage(format!("there is no GPU {wanted}")))?;
-    let request = pipeline::Request {
-        module: "trtllm_comm".to_owned(),
-        target: target::parse(&device.sm.to_string())?,
-        flashinfer: None,
-        env: args.env.clone(),
-        consumer: None,
-        toolkit: None,
-        jobs: None,
-        mode: Mode::Offline,
-        explain: false,
-        only: None,
-        run_on: None,
-    };
-    let planned = pipeline::dry_run(&request, context, &mut |_| ())?.planned;
-    planned.and_then(|planned| planned.entry).map(|entry| entry.artifact).ok_or_else(|| {
-        let dir = args.env.as_deref().unwrap_or(Path::new(".")).display();
-        Error::machine("the store has no artifact for this environment and this GPU")
-            .hint(format!("`fi-arch build --sm {} --env {dir}` makes one, or name an artifact", device.sm))
+        on_host: args.compare == CompareArg::Host,
     })
 }
 
@@ -228,66 +179,17 @@ fn list(request: &Request, sm: Option<&str>, output: &Output) -> Result<Exit> {
     Ok(Exit::Right)
 }
 
-/// Shows how far a run is, on stderr.
-struct Display {
-    bar: Option<ProgressBar>,
-    quiet: bool,
-    failed: usize,
-}
-
-impl Display {
-    fn new(output: &Output) -> Self {
-        let terminal = std::io::stderr().is_terminal();
-        let bar = terminal.then(|| {
-            let bar = ProgressBar::new(0);
-            if let Ok(style) = ProgressStyle::with_template("{spinner} {pos}/{len} {elapsed:.dim} {msg}") {
-                bar.set_style(style);
+/// Shows an event; `failed` counts.
+fn show(display: &Display, event: Event, failed: &mut usize) {
+    match event {
+        Event::Step(text) => display.step(text),
+        Event::Played { at, of, played } => {
+            if let Verdict::Fail(why) = &played.verdict {
+                *failed += 1;
+                display.line(&format!("FAIL {}: {why}", played.case));
             }
-            bar.enable_steady_tick(Duration::from_millis(120));
-            bar
-        });
-        Self { bar, quiet: output.is_json() && !terminal, failed: 0 }
-    }
-
-    fn event(&mut self, event: Event) {
-        match event {
-            Event::Step(text) => match &self.bar {
-                Some(bar) => bar.set_message(text),
-                None if !self.quiet => eprintln!("{text} …"),
-                None => {}
-            },
-            Event::Played { at, of, played } => {
-                let failure = match &played.verdict {
-                    Verdict::Fail(why) => Some(format!("FAIL {}: {why}", played.case)),
-                    _ => None,
-                };
-                self.failed += usize::from(failure.is_some());
-                match &self.bar {
-                    Some(bar) => {
-                        if let Some(failure) = failure {
-                            bar.println(failure);
-                        }
-                        bar.set_length(of as u64);
-                        bar.set_position(at as u64);
-                        bar.set_message(played.case.to_string());
-                    }
-                    None if !self.quiet => {
-                        if let Some(failure) = failure {
-                            eprintln!("{failure}");
-                        }
-                        if at % 100 == 0 || at == of {
-                            eprintln!("  {at} of {of} cases, {} failed", self.failed);
-                        }
-                    }
-                    None => {}
-                }
-            }
-        }
-    }
-
-    fn finish(&self) {
-        if let Some(bar) = &self.bar {
-            bar.finish_and_clear();
+            let counted = (at % 100 == 0 || at == of).then(|| format!("  {at} of {of} cases, {failed} failed"));
+            display.ended(at, of, played.case.to_string(), counted);
         }
     }
 }
@@ -319,6 +221,7 @@ fn played_json(played: &Played) -> Value {
     value["of_bound"] = json!(ran.then_some(played.outcome.of_bound));
     value["replays"] = json!(played.outcome.right);
     value["median_us"] = json!(played.median_us());
+    value["seconds"] = json!(played.seconds);
     value["verdict"] = json!(played.word());
     value["why"] = json!(played.why());
     value["known_fault"] = json!(played.fault.map(|fault| &fault.id));
@@ -329,7 +232,7 @@ fn played_json(played: &Played) -> Value {
 fn report_json(report: &Report) -> Value {
     let counts = report.counts();
     let problem = |code: &str, message: &str| json!({ "code": code, "message": message });
-    let mut problems: Vec<Value> = report.platform_faults.iter().map(|fault| problem("platform", fault)).collect();
+    let mut problems = report.platform.problems();
     problems.extend(report.played.iter().filter_map(|played| match &played.verdict {
         Verdict::Fail(why) => Some(problem("wrong", &format!("{}: {why}", played.case))),
         _ => None,
@@ -356,10 +259,17 @@ fn report_json(report: &Report) -> Value {
         "not_called": report.not_called,
         "unknown_patterns": report.unknown_patterns,
         "problems": problems,
+        "platform": report.platform.seen,
         "remarks": report.remarks,
         "memory": report.memory.iter().map(|(gpu, taken)| json!({
             "gpu": gpu, "allocated_mib": mib(taken.allocated_bytes), "fallen_mib": mib(taken.fallen_bytes),
         })).collect::<Vec<_>>(),
+        "compared_by": report.compared_by.word(),
+        "compared_by_why": match &report.compared_by {
+            ComparedBy::Host(why) => Some(why),
+            ComparedBy::Device(_) => None,
+        },
+        "spent_s": report.spent,
         "elapsed_s": report.elapsed_s,
         "cases": report.played.iter().map(played_json).collect::<Vec<_>>(),
     })
@@ -368,7 +278,7 @@ fn report_json(report: &Report) -> Value {
 /// Said where no case failed and none passed.
 fn nothing_proven(report: &Report) -> Option<&'static str> {
     let counts = report.counts();
-    let nothing = counts.passed == 0 && counts.failed == 0 && counts.lost == 0 && report.platform_faults.is_empty();
+    let nothing = counts.passed == 0 && counts.failed == 0 && counts.lost == 0 && report.platform.faults.is_empty();
     nothing.then_some("no case passed: nothing is proven of the artifact")
 }
 
@@ -391,7 +301,7 @@ struct Line {
 fn report_text(report: &Report) -> String {
     let mut text = String::new();
     let _ = writeln!(text, "{}", report.artifact.display());
-    let gpus: Vec<_> = report.gpus.iter().filter_map(|at| report.devices.iter().find(|device| device.ordinal == *at)).collect();
+    let gpus = report.used();
     let named = gpus.first().map_or_else(String::new, |gpu| format!("{} × {} (sm_{})", gpus.len(), gpu.name, gpu.sm));
     let _ = writeln!(
         text,
@@ -404,7 +314,15 @@ fn report_text(report: &Report) -> String {
         (Transport::Ipc, false) => "a process for each rank, several on one GPU: transport not proven",
         (Transport::InProcess, _) => "all ranks in one process on one GPU: transport not proven",
     };
-    let _ = writeln!(text, "  {transport}\n");
+    let _ = writeln!(text, "  {transport}");
+    let _ = match &report.compared_by {
+        ComparedBy::Device(kernels) => writeln!(
+            text,
+            "  inputs and comparison: kernels of ours on the GPU (NVRTC {}.{}), and the host too in the first replay of each case\n",
+            kernels.nvrtc.0, kernels.nvrtc.1
+        ),
+        ComparedBy::Host(why) => writeln!(text, "  inputs and comparison: the host alone, since {why}\n"),
+    };
     let mut lines: BTreeMap<(String, &str), Line> = BTreeMap::new();
     for played in &report.played {
         let shot = played.case.oneshot().map_or("", |oneshot| if oneshot { "one-shot" } else { "two-shot" });
@@ -455,9 +373,7 @@ fn report_text(report: &Report) -> String {
 
 /// What failed, and why cases were left out, each reason once.
 fn reasons(text: &mut String, report: &Report) {
-    for fault in &report.platform_faults {
-        let _ = writeln!(text, "  platform: {fault}");
-    }
+    text.push_str(&report.platform.text());
     for remark in &report.remarks {
         let _ = writeln!(text, "  remark: {remark}");
     }
@@ -496,6 +412,8 @@ fn reasons(text: &mut String, report: &Report) {
     if !clusters.is_empty() {
         let _ = writeln!(text, "  cluster sizes: {} cases", clusters.join(", "));
     }
+    let parts: Vec<_> = report.spent.parts().iter().map(|(name, seconds)| format!("{name} {seconds:.1}")).collect();
+    let _ = writeln!(text, "  seconds of all workers together: {}", parts.join(", "));
     for (gpu, taken) in &report.memory {
         let (allocated, fallen) = (mib(taken.allocated_bytes), mib(taken.fallen_bytes));
         let _ = writeln!(text, "  GPU {gpu}: {allocated} MiB allocated at most; its free memory fell by {fallen} MiB");

@@ -1,6 +1,7 @@
 //! Faults that a test plants in a run, to show that each is caught: [`FI_ARCH_FAULT`](crate::env::FI_ARCH_FAULT).
 
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use crate::env;
 
@@ -17,12 +18,25 @@ pub enum Planted {
     Absent(usize),
     /// `smoke:dies:R`: its process ends there.
     Dies(usize),
+    /// `smoke:seed`: the GPU is given another seed for its inputs than the host.
+    Seed,
 }
 
 /// The fault that this process was told to plant; none is planted without.
 pub fn planted() -> Option<Planted> {
     static PLANTED: OnceLock<Option<Planted>> = OnceLock::new();
     *PLANTED.get_or_init(|| read(&env::var(env::FI_ARCH_FAULT)?.into_string().ok()?))
+}
+
+/// Does to this process what is planted for a rank in a replay, counted from 0; returns where nothing is.
+pub fn strike(rank: usize, replay: u32) {
+    match planted() {
+        Some(Planted::Absent(absent)) if (absent, 1) == (rank, replay) => loop {
+            std::thread::sleep(Duration::from_secs(3600));
+        },
+        Some(Planted::Dies(dies)) if (dies, 1) == (rank, replay) => std::process::abort(),
+        _ => {}
+    }
 }
 
 fn read(text: &str) -> Option<Planted> {
@@ -32,6 +46,7 @@ fn read(text: &str) -> Option<Planted> {
         "stride" => Some(Planted::Stride),
         "unwritten" => Some(Planted::Unwritten),
         "few-tokens" => Some(Planted::FewTokens),
+        "seed" => Some(Planted::Seed),
         _ => match text.split_once(':')? {
             ("absent", text) => rank(text).map(Planted::Absent),
             ("dies", text) => rank(text).map(Planted::Dies),

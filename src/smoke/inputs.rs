@@ -2,7 +2,9 @@
 //!
 //! Each element comes from a counter alone, so that any rank, any thread and any device can make any part of it.
 
-use super::cases::{Case, Custom, What};
+use rayon::prelude::*;
+
+use super::cases::{Case, What};
 use super::numbers::{DType, Floats};
 
 /// What one rank passes to one call. What a call does not take is empty.
@@ -58,7 +60,19 @@ pub fn seed(case_number: u64, replay: u32) -> u64 {
 }
 
 /// The inputs of `rank` for the call `call` of a replay.
+#[cfg(test)]
 pub fn make(case: &Case, seed: u64, call: usize, rank: usize) -> Inputs {
+    parts(case, seed, call, rank, true)
+}
+
+/// The inputs of so many calls, by call and rank: whole for the `hosted` ranks, what is reduced for the others.
+pub fn of_all(case: &Case, seed: u64, calls: usize, hosted: &[usize]) -> Vec<Vec<Inputs>> {
+    let of_rank = |call, rank| parts(case, seed, call, rank, hosted.contains(&rank));
+    (0..calls).map(|call| (0..case.ranks).into_par_iter().map(|rank| of_rank(call, rank)).collect()).collect()
+}
+
+/// The inputs of `rank` for the call `call`: `whole`, or what the other ranks need of them, with the rest empty.
+fn parts(case: &Case, seed: u64, call: usize, rank: usize, whole: bool) -> Inputs {
     let (tokens, hidden) = (case.tokens, case.hidden);
     let source = |stream: Stream| mix(seed ^ mix((call as u64) << 32 | (rank as u64) << 8 | stream as u64));
     let values = |stream, rows: usize, spared: bool| {
@@ -66,32 +80,11 @@ pub fn make(case: &Case, seed: u64, call: usize, rank: usize) -> Inputs {
     };
     let mut inputs = Inputs::none();
     match case.what {
-        What::Fusion { .. } => {
-            inputs.main = values(Stream::Main, tokens, false);
-            if case.what.pattern().is_some_and(|pattern| pattern.norm) {
-                inputs.residual = values(Stream::Residual, tokens, true);
-                inputs.gamma = values(Stream::Gamma, 1, true);
-            }
-        }
-        What::Custom { path, bias } => {
-            inputs.main = values(Stream::Main, tokens, false);
-            if path.norm() {
-                inputs.residual = values(Stream::Residual, tokens, true);
-                inputs.gamma = values(Stream::Gamma, 1, true);
-            }
-            if matches!(path, Custom::PrePostOneShot | Custom::PrePostTwoShot) {
-                inputs.gamma_pre = values(Stream::GammaPre, 1, true);
-            }
-            if bias {
-                inputs.bias = values(Stream::Bias, 1, true);
-            }
-        }
+        What::Fusion { .. } | What::Custom { .. } => inputs.main = values(Stream::Main, tokens, false),
         What::MoeReduction { experts, .. } => {
             inputs.main = values(Stream::Main, experts * tokens, false);
             inputs.shared = values(Stream::Shared, tokens, false);
             inputs.scales = scales(source(Stream::Scales), experts * tokens, DType::Fp32);
-            inputs.residual = values(Stream::Residual, tokens, true);
-            inputs.gamma = values(Stream::Gamma, 1, true);
         }
         What::MoeFinalize { top_k, shared, weighted } => {
             inputs.main = values(Stream::Main, top_k * tokens, false);
@@ -102,10 +95,18 @@ pub fn make(case: &Case, seed: u64, call: usize, rank: usize) -> Inputs {
             if weighted {
                 inputs.scales = scales(source(Stream::Scales), top_k * tokens, case.dtype);
             }
-            inputs.residual = values(Stream::Residual, tokens, true);
-            inputs.gamma = values(Stream::Gamma, 1, true);
         }
         What::Initialize | What::InitializeAll => {}
+    }
+    if whole && case.what.norms() {
+        inputs.residual = values(Stream::Residual, tokens, true);
+        inputs.gamma = values(Stream::Gamma, 1, true);
+        if case.what.norms_first() {
+            inputs.gamma_pre = values(Stream::GammaPre, 1, true);
+        }
+    }
+    if whole && matches!(case.what, What::Custom { bias: true, .. }) {
+        inputs.bias = values(Stream::Bias, 1, true);
     }
     inputs
 }
@@ -173,7 +174,7 @@ pub fn mix(value: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::smoke::cases::{REPLAYS, Scope, Set, plan};
+    use crate::smoke::cases::{Custom, REPLAYS, Scope, Set, plan};
     use crate::tables::calls::calls;
 
     fn case(what: What, dtype: DType) -> Case {
@@ -223,6 +224,19 @@ mod tests {
         for other in [make(&case, seed(0, 1), 0, 0), make(&case, seed(0, 0), 1, 0), make(&case, seed(0, 0), 0, 1)] {
             let equal = first.words().zip(other.main.words()).filter(|(one, other)| one == other).count();
             assert!(equal < first.len() / 10, "{equal} of {} are equal", first.len());
+        }
+    }
+
+    #[test]
+    fn what_the_others_need_is_a_part_of_what_a_rank_has() {
+        let finalize = What::MoeFinalize { top_k: 3, shared: true, weighted: true };
+        for what in [plan_fusion(), finalize, What::Custom { path: Custom::PrePostOneShot, bias: true }] {
+            let case = case(what, DType::Bf16);
+            let (whole, reduced) = (make(&case, 5, 0, 1), parts(&case, 5, 0, 1, false));
+            assert!(!whole.gamma.is_empty() && reduced.gamma.is_empty() && reduced.bias.is_empty());
+            let none = Floats::none;
+            let (residual, gamma, gamma_pre, bias) = (none(), none(), none(), none());
+            assert_eq!(reduced, Inputs { residual, gamma, gamma_pre, bias, ..whole });
         }
     }
 

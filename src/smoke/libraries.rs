@@ -1,7 +1,9 @@
-//! Which libtvm_ffi and which libcudart a worker loads before the artifact.
+//! Which libraries a worker loads: libtvm_ffi and libcudart before the artifact, libnvrtc for our own kernels,
+//! libnccl to compare with.
 
 use std::path::{Path, PathBuf};
 
+use super::ffi::library;
 use crate::build::provision::Set;
 use crate::cubin::Linkage;
 use crate::env;
@@ -42,11 +44,7 @@ pub fn cudart(
     home: &Path,
 ) -> Result<Option<PathBuf>> {
     if let Some(named) = named {
-        return if named.is_file() {
-            Ok(Some(named.to_owned()))
-        } else {
-            Err(Error::usage(format!("no such file: {}", named.display())))
-        };
+        return file(named).map(Some);
     }
     let Some(soname) = linkage.and_then(|linkage| linkage.needed.iter().find(|name| name.starts_with("libcudart.so"))) else {
         return Ok(None);
@@ -54,11 +52,57 @@ pub fn cudart(
     let mut places: Vec<PathBuf> = environment.map(survey::cudarts).unwrap_or_default();
     places.retain(|file| file.file_name().is_some_and(|name| name.to_string_lossy() == **soname));
     places.extend(Set::cuda()?.installed(home).map(|root| root.join("lib").join(soname)));
-    for variable in [env::CUDA_HOME, env::CUDA_PATH] {
-        let root = env::var(variable).map(PathBuf::from);
-        places.extend(root.into_iter().flat_map(|root| ["lib64", "lib"].map(|dir| root.join(dir).join(soname))));
-    }
+    places.extend(of_toolkit().map(|dir| dir.join(soname)));
     Ok(places.into_iter().find(|file| file.is_file()))
+}
+
+/// The libnvrtc that compiles our own kernels: named, the environment's, that of `CUDA_HOME`, or one that the dynamic loader
+/// finds (by its name then).
+pub fn nvrtc(named: Option<&Path>, environment: Option<&Environment>) -> Result<PathBuf> {
+    find(named, environment, "cuda_nvrtc", &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]).map_err(|missing| {
+        missing.because("it compiles our own kernels for this GPU").hint(
+            "name one with --nvrtc FILE, or an environment with torch, which brings one, with --env DIR, or a toolkit with CUDA_HOME",
+        )
+    })
+}
+
+/// The libnccl that the fused path is compared with, found as [`nvrtc`] is.
+pub fn nccl(named: Option<&Path>, environment: Option<&Environment>) -> Result<PathBuf> {
+    find(named, environment, "nccl", &["libnccl.so.2", "libnccl.so"]).map_err(|missing| {
+        missing
+            .because("the fused path is compared with its all-reduce")
+            .hint("name one with --nccl FILE, or an environment with torch, which brings one, with --env DIR")
+    })
+}
+
+/// A library of NVIDIA's, of which `names` are the names that the dynamic loader may know. `wheel` is the folder of CUDA 12's wheel.
+fn find(named: Option<&Path>, environment: Option<&Environment>, wheel: &str, names: &[&str]) -> Result<PathBuf> {
+    let stem = names[names.len() - 1];
+    if let Some(named) = named {
+        return file(named);
+    }
+    let of_environment = environment.map(|environment| survey::cuda_libraries(environment, wheel, stem)).unwrap_or_default();
+    let of_toolkit = of_toolkit().flat_map(|dir| names.iter().map(|name| dir.join(name)).collect::<Vec<_>>());
+    if let Some(file) = of_environment.into_iter().chain(of_toolkit).find(|file| file.is_file()) {
+        return Ok(file);
+    }
+    let found = names.iter().find(|name| library::is_found(name));
+    found.map(PathBuf::from).ok_or_else(|| Error::machine(format!("no {stem} is here")))
+}
+
+/// A file that a user named: its absolute path.
+fn file(named: &Path) -> Result<PathBuf> {
+    if named.is_file() {
+        std::path::absolute(named).map_err(|error| Error::io("resolve", named, error))
+    } else {
+        Err(Error::usage(format!("no such file: {}", named.display())))
+    }
+}
+
+/// The folders of libraries of the toolkit that the environment names.
+fn of_toolkit() -> impl Iterator<Item = PathBuf> {
+    let roots = [env::CUDA_HOME, env::CUDA_PATH].into_iter().filter_map(|variable| env::var(variable).map(PathBuf::from));
+    roots.flat_map(|root| ["lib64", "lib"].map(|dir| root.join(dir)))
 }
 
 #[cfg(test)]

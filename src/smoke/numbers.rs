@@ -1,6 +1,6 @@
 //! The number formats of the kernels' inputs and outputs, and rounding to them.
 
-use half::{bf16, f16};
+use half::f16;
 use serde::{Deserialize, Serialize};
 
 /// The type of inputs and outputs.
@@ -75,14 +75,45 @@ impl DType {
         }
     }
 
-    /// The bits of the nearest number.
+    /// The bits of the nearest number, ties to even.
     pub fn encode(self, value: f64) -> u32 {
         match self {
-            Self::Bf16 => bf16::from_f64(value).to_bits().into(),
-            Self::Fp16 => f16::from_f64(value).to_bits().into(),
-            Self::Fp32 => (value as f32).to_bits(),
+            Self::Bf16 => narrow(value, 8, 7),
+            Self::Fp16 => narrow(value, 5, 10),
+            Self::Fp32 => narrow(value, 8, 23),
         }
     }
+}
+
+/// The bits of the nearest number with so many exponent and mantissa bits. Made of integers alone, since inputs must be the same
+/// on every processor and GPU: `half` goes through float32 where the processor can, and so rounds twice.
+fn narrow(value: f64, exponent_bits: u32, mantissa_bits: u32) -> u32 {
+    let bits = value.to_bits();
+    let sign = ((bits >> 63) as u32) << (exponent_bits + mantissa_bits);
+    let magnitude = bits & !(1 << 63);
+    let infinity = ((1 << exponent_bits) - 1) << mantissa_bits;
+    if magnitude > 0x7ff << 52 {
+        return sign | infinity | 1 << (mantissa_bits - 1);
+    }
+    let bias = (1 << (exponent_bits - 1)) - 1;
+    let exponent = (magnitude >> 52) as i32 - 1023 + bias;
+    let rounded = if exponent > 0 {
+        // What rounds up past the mantissa goes into the exponent, as it must.
+        round(magnitude - (((1023 - bias) as u64) << 52), 52 - mantissa_bits)
+    } else {
+        let whole = magnitude & ((1 << 52) - 1) | 1 << 52;
+        round(whole, 53 - mantissa_bits + exponent.unsigned_abs())
+    };
+    sign | (rounded.min(infinity.into()) as u32)
+}
+
+/// `value` without its last `shift` bits, rounded to nearest, ties to even.
+fn round(value: u64, shift: u32) -> u64 {
+    if shift > 53 {
+        return 0;
+    }
+    let (kept, rest, half) = (value >> shift, value & ((1 << shift) - 1), 1 << (shift - 1));
+    kept + u64::from(rest > half || (rest == half && kept & 1 == 1))
 }
 
 /// Numbers as they lie in memory.
@@ -281,6 +312,55 @@ mod tests {
         assert_eq!(power_of_two_above(0.0), 2f64.powi(-127));
         assert_eq!(decode_e8m0(127), 1.0);
         assert!(decode_e8m0(255).is_nan());
+    }
+
+    #[test]
+    fn encoding_gives_the_nearest_number_with_ties_to_even() {
+        let mut state = 1u64;
+        for at in 0..60_000u64 {
+            state = crate::smoke::inputs::mix(state);
+            // Every exponent that the types have and some beyond, and mantissas that end early, so that there are ties.
+            let exponent = state >> 40 & 0x1ff;
+            let mantissa = if at % 3 == 0 { state << 12 >> 12 } else { (state & 0xfff) << 40 };
+            let value = f64::from_bits(state & 1 << 63 | (1023 - 256 + exponent) << 52 | mantissa);
+            for dtype in [DType::Bf16, DType::Fp16, DType::Fp32] {
+                let word = dtype.encode(value);
+                assert_eq!(word & dtype.negative_zero() != 0, value < 0.0);
+                let magnitude = word & !dtype.negative_zero();
+                let largest = if dtype == DType::Fp16 { 0x7c00 } else { 0x7f80 << (8 * dtype.size() - 16) };
+                // Infinity stands for what the next power of two would be.
+                let of = |word: u32| match (word == largest, dtype) {
+                    (false, _) => dtype.decode(word),
+                    (true, DType::Fp16) => 65536.0,
+                    (true, _) => 2f64.powi(128),
+                };
+                let distance = |word: u32| (of(word) - value.abs()).abs();
+                assert!(magnitude <= largest);
+                if magnitude == largest && value.abs() > of(largest) {
+                    continue;
+                }
+                if magnitude > 0 {
+                    let below = distance(magnitude - 1);
+                    assert!(
+                        distance(magnitude) < below || (distance(magnitude) == below && word % 2 == 0),
+                        "{dtype:?} {value:e}"
+                    );
+                }
+                if magnitude < largest {
+                    let above = distance(magnitude + 1);
+                    assert!(
+                        distance(magnitude) < above || (distance(magnitude) == above && word % 2 == 0),
+                        "{dtype:?} {value:e}"
+                    );
+                }
+            }
+            assert_eq!(DType::Fp32.encode(value), (value as f32).to_bits());
+        }
+        for dtype in [DType::Bf16, DType::Fp16, DType::Fp32] {
+            assert!(dtype.decode(dtype.encode(f64::NAN)).is_nan());
+            assert_eq!(dtype.decode(dtype.encode(f64::NEG_INFINITY)), f64::NEG_INFINITY);
+            assert_eq!((dtype.encode(0.0), dtype.encode(-1e-320)), (0, dtype.negative_zero()));
+        }
     }
 
     #[test]

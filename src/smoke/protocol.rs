@@ -1,7 +1,7 @@
 //! What the supervisor and its workers say to each other: one JSON object a line, over one socket a worker.
 //!
 //! Every order is a phase: the next one is given when all workers have answered. Workers share memory once, when they start:
-//! `Share` → `Shared`, `Map` → `Probed`; every case then takes its buffers out of what is shared, and `Unmap` → `Closed` comes
+//! `Load` → `Loaded`, `Share` → `Shared`, `Map` → `Probed`; every case then takes its buffers out of what is shared, and `Unmap` → `Closed` comes
 //! before anything of it is freed. A case goes so: `Begin` → `Begun` (its buffers are as the first call wants them, and nobody
 //! has written to another's), `Connect` → `Ready` (or `Skipped`, `Failed`), `Go` → `At` for each replay → `Ended`. A case that
 //! goes in step has a `Stepped` after each replay but the last, and a `Go` before each. A worker that finds its GPU hung says
@@ -10,6 +10,7 @@
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::time::Instant;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -28,11 +29,15 @@ pub enum Order {
     Map { handles: Vec<String> },
     /// Let go of what the others share. Answered by `Closed`.
     Unmap,
+    /// Load the kernels that make inputs and check outputs. Answered by `Loaded` or `Skipped`.
+    Load { cubin: PathBuf },
     /// Bring the buffers of the hosted `ranks`, in the `shared_bytes` of each, into the state before the first call.
     /// `past_wrong`: go on after wrong numbers.
     Begin { number: u64, case: Case, ranks: Vec<usize>, shared_bytes: usize, past_wrong: bool },
     /// Make the graph.
     Connect,
+    /// What `bench` asks for.
+    Bench(super::bench::protocol::Order),
     /// Run the replays (all of them, or the next one where a case goes in step).
     Go,
     /// Write a pattern into what is shared, for the others to read. Answered by `Probed`.
@@ -52,6 +57,8 @@ pub enum Answer {
         tvm_ffi: Option<String>,
         unknown: Vec<Unknown>,
         free_bytes: u64,
+        /// How long it took.
+        seconds: f64,
     },
     /// The machine cannot run any case.
     Lacks(String),
@@ -76,12 +83,16 @@ pub enum Answer {
     Stepped,
     Ended(Outcome),
     Closed,
+    Loaded,
+    Bench(super::bench::protocol::Answer),
     /// What is wrong with the memory of each peer that was looked at, if anything.
     Probed {
         faults: Vec<String>,
     },
     /// CUDA or the artifact raised an error; the GPU cannot be trusted with the next case.
     Failed(String),
+    /// Host and GPU do not judge alike, so that no verdict can be trusted: a fault of this program.
+    Ours(String),
     /// The GPU did not finish in time; where each hosted rank stands.
     Hung {
         replay: u32,
@@ -124,6 +135,69 @@ pub struct Outcome {
     pub of_bound: f64,
     /// Of each replay, in microseconds a call.
     pub micros: Vec<f64>,
+    pub spent: Spent,
+}
+
+/// Where workers' time went, in seconds. What kernels of ours do is told by the GPU's clock; in the first replay of a case the
+/// host works beside them.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Spent {
+    /// Starting: the driver, the libraries, the artifact.
+    pub starting: f64,
+    /// Waiting for the next order, while other workers are not so far.
+    pub waiting: f64,
+    /// The memory of cases, and their graphs.
+    pub setting_up: f64,
+    pub making_inputs: f64,
+    /// Copies between host and GPU, and putting work on the stream.
+    pub copying: f64,
+    /// Waiting for the artifact's kernels, and so for the ranks that share the GPU.
+    pub artifact: f64,
+    /// The reference, and comparing with it.
+    pub checking: f64,
+}
+
+impl Spent {
+    pub fn add(&mut self, other: &Self) {
+        self.starting += other.starting;
+        self.waiting += other.waiting;
+        self.setting_up += other.setting_up;
+        self.making_inputs += other.making_inputs;
+        self.copying += other.copying;
+        self.artifact += other.artifact;
+        self.checking += other.checking;
+    }
+
+    /// Each part with its name.
+    pub fn parts(&self) -> [(&'static str, f64); 7] {
+        [
+            ("starting", self.starting),
+            ("waiting for each other", self.waiting),
+            ("setting up", self.setting_up),
+            ("making inputs", self.making_inputs),
+            ("copying", self.copying),
+            ("the artifact's kernels", self.artifact),
+            ("checking", self.checking),
+        ]
+    }
+}
+
+/// Tells how long each step took.
+#[derive(Debug)]
+pub struct Clock(Instant);
+
+impl Clock {
+    pub fn start() -> Self {
+        Self(Instant::now())
+    }
+
+    /// Seconds since the start, or since the last time that this was asked.
+    pub fn lap(&mut self) -> f64 {
+        let now = Instant::now();
+        let seconds = (now - self.0).as_secs_f64();
+        self.0 = now;
+        seconds
+    }
 }
 
 /// One end of the socket.

@@ -260,8 +260,21 @@ fn sum_of_experts(case: &Case, inputs: &[Inputs], token: usize, experts: impl Fn
     Row { exact, bound }
 }
 
+/// Partial sums of a row, each of every 256th value. A block of threads adds in this order too, so that it gets the same bits.
+const LANES: usize = 256;
+
 fn mean_of_squares(values: &[f64]) -> f64 {
-    values.iter().map(|x| x * x).sum::<f64>() / values.len() as f64
+    let mut lanes = [0.0; LANES];
+    for chunk in values.chunks(LANES) {
+        lanes.iter_mut().zip(chunk).for_each(|(lane, x)| *lane += x * x);
+    }
+    let mut half = LANES / 2;
+    while half > 0 {
+        let (low, high) = lanes.split_at_mut(half);
+        low.iter_mut().zip(high).for_each(|(low, high)| *low += *high);
+        half /= 2;
+    }
+    lanes[0] / values.len() as f64
 }
 
 fn rms_of(values: &[f64]) -> f64 {
@@ -475,4 +488,4 @@ impl Sizes {
 }
 
 #[cfg(test)]
-mod tests;
+pub mod tests;

@@ -5,8 +5,11 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use super::ffi::driver::DeviceInfo;
-use super::protocol::Unknown;
-use super::supervise::{Played, Taken, Transport, Verdict};
+use super::kernels::Compiled;
+use super::platform::Probed;
+use super::protocol::{Spent, Unknown};
+use super::quantiles::median;
+use super::supervise::{Played, Taken, Transport, Verdict, used};
 
 /// A whole run.
 #[derive(Debug)]
@@ -28,12 +31,34 @@ pub struct Report {
     pub not_called: Vec<Unknown>,
     /// Codes of patterns that the artifact has and the tables do not know.
     pub unknown_patterns: Vec<i64>,
-    /// What does not work between the GPUs, whatever is run on them.
-    pub platform_faults: Vec<String>,
+    pub platform: Probed,
     pub remarks: Vec<String>,
     /// The memory that was taken, by the ordinal of the GPU.
     pub memory: BTreeMap<usize, Taken>,
+    pub compared_by: ComparedBy,
+    /// Where the time of all workers together went.
+    pub spent: Spent,
+    /// When it began.
+    pub at: jiff::Timestamp,
     pub elapsed_s: f64,
+}
+
+/// Who makes inputs and compares outputs.
+#[derive(Debug)]
+pub enum ComparedBy {
+    /// The GPU, by kernels of ours; and the host too in the first replay of each case.
+    Device(Compiled),
+    /// The host alone, for the reason given.
+    Host(String),
+}
+
+impl ComparedBy {
+    pub fn word(&self) -> &'static str {
+        match self {
+            Self::Device(_) => "device",
+            Self::Host(_) => "host",
+        }
+    }
 }
 
 /// How many cases ended how.
@@ -45,7 +70,7 @@ pub struct Counts {
     pub known_faults: usize,
     pub skipped: usize,
     pub not_run: usize,
-    /// Left out because workers were lost.
+    /// Left out because workers were lost, or because of the platform.
     pub lost: usize,
 }
 
@@ -68,16 +93,21 @@ impl Report {
     /// Success needs a case that passed, and none that failed or was left out after a loss.
     pub fn passed(&self) -> bool {
         let counts = self.counts();
-        counts.passed > 0 && counts.failed == 0 && counts.lost == 0 && self.platform_faults.is_empty()
+        counts.passed > 0 && counts.failed == 0 && counts.lost == 0 && self.platform.faults.is_empty()
     }
 
     /// `pass`, `fail`, or `platform`: the fault is the machine's, not the artifact's.
     pub fn word(&self) -> &'static str {
-        match (self.passed(), self.platform_faults.is_empty()) {
+        match (self.passed(), self.platform.faults.is_empty()) {
             (true, _) => "pass",
             (false, false) => "platform",
             (false, true) => "fail",
         }
+    }
+
+    /// The GPUs that were used.
+    pub fn used(&self) -> Vec<&DeviceInfo> {
+        used(&self.devices, &self.gpus)
     }
 
     /// The sizes of the clusters that kernels were launched in, with how many cases had each.
@@ -115,50 +145,80 @@ impl Played {
 
     /// Microseconds a call, the median over the replays; none where none was run.
     pub fn median_us(&self) -> Option<f64> {
-        let mut micros = self.outcome.micros.clone();
-        micros.sort_by(f64::total_cmp);
-        micros.get(micros.len() / 2).copied()
+        median(&self.outcome.micros)
     }
 }
 
-/// The run as JUnit XML: one test case a case.
+/// The run as JUnit XML: one suite, one test case a case. Valid by the schema of Ant's own reports and by that of Jenkins.
 pub fn junit(report: &Report) -> String {
     let counts = report.counts();
     let mut xml = String::from("<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n");
-    let totals = format!(
-        "tests=\"{}\" failures=\"{}\" errors=\"0\" skipped=\"{}\" time=\"{:.3}\"",
+    let _ = writeln!(
+        xml,
+        "<testsuite name=\"fi-arch smoke {}\" timestamp=\"{}\" hostname=\"{}\" tests=\"{}\" failures=\"{}\" errors=\"{}\" skipped=\"{}\" time=\"{:.3}\">",
+        report.transport.word(),
+        report.at.strftime("%Y-%m-%dT%H:%M:%S"),
+        escape(&hostname()),
         report.played.len(),
         counts.failed,
-        counts.known_faults + counts.skipped + counts.not_run + counts.lost,
+        counts.lost,
+        counts.known_faults + counts.skipped + counts.not_run,
         report.elapsed_s
     );
-    let _ = writeln!(xml, "<testsuites {totals}>");
-    let name = format!("fi-arch smoke {} {}", report.transport.word(), report.artifact.display());
-    let _ = writeln!(xml, "  <testsuite name=\"{}\" {totals}>", escape(&name));
+    xml.push_str("  <properties>\n");
+    for (name, value) in properties(report) {
+        let _ = writeln!(xml, "    <property name=\"{name}\" value=\"{}\"/>", escape(&value));
+    }
+    xml.push_str("  </properties>\n");
     for played in &report.played {
-        let seconds = played.outcome.micros.iter().sum::<f64>() * played.case.calls() as f64 / 1e6;
         let _ = write!(
             xml,
-            "    <testcase classname=\"{}\" name=\"{}\" time=\"{seconds:.6}\"",
+            "  <testcase classname=\"{}\" name=\"{}\" time=\"{:.3}\"",
             escape(played.case.what.function()),
-            escape(&played.case.to_string())
+            escape(&played.case.to_string()),
+            played.seconds
         );
-        let (tag, why) = match (&played.verdict, played.why()) {
+        let (tag, kind, why) = match (&played.verdict, played.why()) {
             (_, None) => {
                 xml.push_str("/>\n");
                 continue;
             }
-            (Verdict::Fail(_), Some(why)) => ("failure", why),
-            (_, Some(why)) => ("skipped", why),
+            (Verdict::Fail(_), Some(why)) => ("failure", " type=\"wrong\"", why),
+            // Nothing is proven of it, and not by choice.
+            (Verdict::Lost(_), Some(why)) => ("error", " type=\"not-run\"", why),
+            (_, Some(why)) => ("skipped", "", why),
         };
-        let _ = writeln!(xml, ">\n      <{tag} message=\"{}\"/>\n    </testcase>", escape(why));
+        let _ = writeln!(xml, ">\n    <{tag}{kind} message=\"{}\"/>\n  </testcase>", escape(why));
     }
-    xml.push_str("  </testsuite>\n</testsuites>\n");
+    let faults: Vec<_> = report.platform.faults.iter().map(|fault| escape(fault)).collect();
+    let _ = writeln!(xml, "  <system-out></system-out>\n  <system-err>{}</system-err>\n</testsuite>", faults.join(" | "));
     xml
 }
 
+/// What a reader of the results must know of the run.
+fn properties(report: &Report) -> Vec<(&'static str, String)> {
+    let gpus: Vec<_> = report.used().into_iter().map(|gpu| format!("{} (sm_{})", gpu.name, gpu.sm)).collect();
+    vec![
+        ("verdict", report.word().to_owned()),
+        ("artifact", report.artifact.display().to_string()),
+        ("flashinfer", report.flashinfer.clone().unwrap_or_else(|| "unknown".to_owned())),
+        ("targets", report.targets.join(", ")),
+        ("gpus", gpus.join(", ")),
+        ("driver_cuda", report.driver.clone()),
+        ("transport_proven", report.transport_proven.to_string()),
+        ("compared_by", report.compared_by.word().to_owned()),
+    ]
+}
+
+/// The name of this machine, as its kernel tells it.
+fn hostname() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let name = name.trim();
+    if name.is_empty() { "localhost".to_owned() } else { name.to_owned() }
+}
+
 /// Text as it may stand in an attribute. What XML cannot hold is left out.
-fn escape(text: &str) -> String {
+pub(super) fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for character in text.chars() {
         match character {
@@ -185,7 +245,7 @@ mod tests {
         let what = What::Custom { path: Custom::NormLamport, bias: false };
         let case = Case { what, dtype: DType::Bf16, ranks: 2, tokens, hidden: 7168, pdl: true, replays: REPLAYS };
         let outcome = Outcome { micros: vec![5.0, 1.0, 9.0], ..Outcome::default() };
-        Played { case, verdict, outcome, launches: Vec::new(), fault: None }
+        Played { case, verdict, outcome, launches: Vec::new(), seconds: 0.25, fault: None }
     }
 
     fn report(verdicts: Vec<Verdict>) -> Report {
@@ -202,9 +262,12 @@ mod tests {
             played: verdicts.into_iter().enumerate().map(|(at, verdict)| played(at + 1, verdict)).collect(),
             not_called: Vec::new(),
             unknown_patterns: Vec::new(),
-            platform_faults: Vec::new(),
+            platform: Probed::default(),
             remarks: Vec::new(),
             memory: BTreeMap::new(),
+            compared_by: ComparedBy::Host("no reason".into()),
+            spent: Spent::default(),
+            at: jiff::Timestamp::UNIX_EPOCH,
             elapsed_s: 1.5,
         }
     }
@@ -220,7 +283,7 @@ mod tests {
         assert!(!report(vec![]).passed());
         assert!(!report(vec![Verdict::Pass, Verdict::Fail("z".into())]).passed());
         assert!(!report(vec![Verdict::Pass, Verdict::Lost("z".into())]).passed());
-        let faulty = Report { platform_faults: vec!["p".into()], ..report(vec![Verdict::Pass]) };
+        let faulty = Report { platform: Probed { faults: vec!["p".into()], ..Probed::default() }, ..report(vec![Verdict::Pass]) };
         assert_eq!((faulty.passed(), faulty.word()), (false, "platform"));
     }
 
@@ -229,7 +292,7 @@ mod tests {
         let xml = junit(&report(vec![Verdict::Pass, Verdict::Fail("1 < 2 & \"3\"\u{1}".into()), Verdict::Skipped("s".into())]));
         assert_eq!(xml.matches("<testcase ").count(), 3);
         assert!(xml.contains("tests=\"3\" failures=\"1\" errors=\"0\" skipped=\"1\""), "{xml}");
-        assert!(xml.contains("<failure message=\"1 &lt; 2 &amp; &quot;3&quot;\"/>"), "{xml}");
+        assert!(xml.contains("<failure type=\"wrong\" message=\"1 &lt; 2 &amp; &quot;3&quot;\"/>"), "{xml}");
         assert!(xml.contains("a&lt;b&gt;.so"), "{xml}");
     }
 

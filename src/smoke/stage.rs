@@ -1,27 +1,25 @@
 //! A worker's side of the GPU: the ranks that it hosts, their memory, their graph, and its replays.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use rayon::prelude::*;
-
+use super::arrays::{Array, byte_poison, guard, input_bytes, input_sizes, is_poison, output_sizes};
 use super::cases::{Case, REPLAYS, What};
+use super::compare::{self, Changed, Fails, Found};
+use super::device::{Checker, Host, Kernels};
 use super::fault::{Planted, planted};
-use super::ffi::driver::{self, Context, CudaError, Driver, Event, Executable, IpcHandle, Memory, PeerMemory, Stream};
+use super::ffi::driver::{self, Code, Context, CudaError, Driver, Event, Executable, IpcHandle, Memory, PeerMemory, Stream};
 use super::ffi::tvm::{Argument, Element, Module, Place, Raised, Tensor};
 use super::inputs::{self, Inputs};
 use super::layout::{self, Workspace};
 use super::numbers::{DType, Floats};
-use super::protocol::{Launch, Outcome, Unknown, hex, unhex};
-use super::reference::{Distance, EPS, Expected, FP4_SCALE, FP8_SCALE, Outputs, POISON_BYTE, Sizes, Wrong};
+use super::protocol::{Clock, Launch, Outcome, Unknown, hex, unhex};
+use super::reference::{EPS, FP4_SCALE, FP8_SCALE, Outputs, Sizes};
 use super::signature::{self, Values};
 use crate::tables::calls::{Form, Quant, calls};
 
-/// Bytes behind an output that must stay as they are.
-const GUARD: usize = 64;
 /// What a Lamport buffer holds before the artifact initializes it.
 const STALE: u16 = 0x5a5a;
 /// Bytes that each rank writes to each other in the probe.
@@ -32,10 +30,10 @@ const PROBE_SLOT: usize = 1 << 16;
 pub enum Trouble {
     /// It cannot be run here.
     Skip(String),
-    /// The numbers, or the graph, are wrong; the GPU is well.
+    /// The graph, or what an initialization left, is wrong; the GPU is well.
     Wrong(String),
-    /// Every output was written, some with wrong numbers.
-    Off(String),
+    /// Host and GPU do not judge alike.
+    Ours(String),
     /// An error was raised.
     Failed(String),
     /// The GPU did not finish in time.
@@ -60,12 +58,14 @@ pub struct Stage {
     pub device: driver::DeviceInfo,
     pub devices: Vec<driver::DeviceInfo>,
     pub driver: (u32, u32),
-    context: Context,
+    pub(super) context: Context,
     module: Module,
     forms: BTreeMap<&'static str, &'static Form>,
     pub unknown: Vec<Unknown>,
+    /// What makes inputs and checks outputs on the GPU; the host does both without.
+    kernels: Option<Kernels>,
     /// The stream from which the others fork.
-    origin: Stream,
+    pub(super) origin: Stream,
     deadline: Duration,
     /// Bytes of the GPU that nobody had taken when the artifact was loaded.
     pub free_bytes: u64,
@@ -110,11 +110,38 @@ impl Stage {
         let driver = driver.version().map_err(lacks)?;
         let free_bytes = context.free_bytes().map_err(lacks)?;
         let (shared, peers) = (BTreeMap::new(), BTreeMap::new());
-        Ok(Self { device: info, devices, driver, context, module, forms, unknown, origin, deadline, free_bytes, shared, peers })
+        Ok(Self {
+            device: info,
+            devices,
+            driver,
+            context,
+            module,
+            forms,
+            unknown,
+            kernels: None,
+            origin,
+            deadline,
+            free_bytes,
+            shared,
+            peers,
+        })
+    }
+
+    /// Loads the kernels that make inputs and check outputs.
+    pub fn load(&mut self, cubin: &Path) -> Result<(), Trouble> {
+        self.kernels = Some(Kernels::of(&self.code(cubin)?).map_err(|error| Trouble::Skip(error.to_string()))?);
+        Ok(())
+    }
+
+    /// Kernels of ours, from the file that they were compiled to.
+    pub(super) fn code(&self, cubin: &Path) -> Result<Code, Trouble> {
+        let no = |why: String| Trouble::Skip(format!("our kernels cannot be loaded: {why}"));
+        let image = std::fs::read(cubin).map_err(|error| no(format!("{}: {error}", cubin.display())))?;
+        self.context.load(&image).map_err(|error| no(error.to_string()))
     }
 
     /// What a hosted rank shares with the others; `bytes` are the same in every call.
-    fn shared_of(&mut self, rank: usize, bytes: usize) -> Result<Memory, Trouble> {
+    pub(super) fn shared_of(&mut self, rank: usize, bytes: usize) -> Result<Memory, Trouble> {
         if !self.shared.contains_key(&rank) {
             self.shared.insert(rank, self.context.alloc(bytes)?);
         }
@@ -153,7 +180,7 @@ impl Stage {
     }
 
     /// The address of what a rank shares.
-    fn address_of(&self, rank: usize) -> Option<u64> {
+    pub(super) fn address_of(&self, rank: usize) -> Option<u64> {
         self.shared.get(&rank).map(Memory::address).or_else(|| self.peers.get(&rank).map(PeerMemory::address))
     }
 
@@ -162,7 +189,7 @@ impl Stage {
     }
 
     /// Calls a function of the artifact on a stream.
-    fn call(&self, function: &'static str, values: &Values, stream: &Stream) -> Result<(), Trouble> {
+    pub(super) fn call(&self, function: &'static str, values: &Values, stream: &Stream) -> Result<(), Trouble> {
         let form = self.forms.get(function).ok_or_else(|| {
             let why = self.unknown.iter().find(|unknown| unknown.function == function);
             Trouble::Skip(why.map_or_else(|| format!("the artifact has no {function}"), |unknown| unknown.why.clone()))
@@ -173,11 +200,15 @@ impl Stage {
     }
 
     /// Waits until a stream has nothing left to do.
-    fn finish(&self, stream: &Stream) -> Result<(), Waited> {
+    pub(super) fn finish(&self, stream: &Stream) -> Result<(), Waited> {
+        self.wait_until(|| stream.is_done())
+    }
+
+    fn wait_until(&self, is_so: impl Fn() -> Result<bool, CudaError>) -> Result<(), Waited> {
         let until = Instant::now() + self.deadline;
         let mut pause = Duration::from_micros(5);
         loop {
-            if stream.is_done().map_err(Waited::Failed)? {
+            if is_so().map_err(Waited::Failed)? {
                 return Ok(());
             }
             if Instant::now() > until {
@@ -188,15 +219,122 @@ impl Stage {
         }
     }
 
-    fn tensor(&self, address: u64, element: Element, shape: &[usize]) -> Argument {
+    pub(super) fn tensor(&self, address: u64, element: Element, shape: &[usize]) -> Argument {
         let shape = shape.iter().map(|size| *size as i64).collect();
         Argument::Tensor(Tensor { address, place: Place::Gpu(self.device.ordinal), element, shape })
     }
 }
 
-enum Waited {
+pub(super) enum Waited {
     TooLong,
     Failed(CudaError),
+}
+
+impl Waited {
+    /// What it means that the GPU was waited for in vain in a replay, counted from 0. `standing`: where each hosted rank stands.
+    pub(super) fn told(self, replay: u32, standing: impl FnOnce() -> Vec<String>) -> Trouble {
+        match self {
+            Self::Failed(error) => Trouble::Failed(error.to_string()),
+            Self::TooLong => Trouble::Hung { replay, standing: standing() },
+        }
+    }
+}
+
+/// What of a workspace is the same for every call.
+impl Stage {
+    /// The addresses of all ranks' buffers, by rank and buffer.
+    pub(super) fn addresses(&self, workspace: &Workspace, ranks: usize) -> Result<Vec<Vec<u64>>, Trouble> {
+        let of = |rank: usize| {
+            let base =
+                self.address_of(rank).ok_or_else(|| Trouble::Failed(format!("the memory of rank {rank} is not mapped")))?;
+            Ok(workspace.offsets().map(|offset| base + offset as u64).collect())
+        };
+        (0..ranks).map(of).collect()
+    }
+
+    /// The counters of a rank's fused kernels, and its table of pointers.
+    pub(super) fn fusion_table(&self, workspace: &Workspace, addresses: &[Vec<u64>]) -> Result<(Memory, Memory), Trouble> {
+        let words: Vec<u8> = layout::counters(workspace.part).iter().flat_map(|word| word.to_le_bytes()).collect();
+        let counters = self.context.alloc(words.len())?;
+        counters.write(&words, &self.origin)?;
+        let pointers = layout::fusion_pointers(addresses, counters.address());
+        let pointers: Vec<u8> = pointers.iter().flat_map(|pointer| pointer.to_le_bytes()).collect();
+        let table = self.context.alloc(pointers.len())?;
+        table.write(&pointers, &self.origin)?;
+        Ok((counters, table))
+    }
+
+    /// Brings a rank's buffers into the state before the first call: has the artifact fill the Lamport buffers with −0.0, and looks
+    /// whether it did (at each of them as a `whole`, or at its beginning).
+    pub(super) fn initialize(
+        &self,
+        buffers: &[Memory],
+        workspace: &Workspace,
+        dtype: DType,
+        whole: bool,
+        hung: &dyn Fn(Waited) -> Trouble,
+    ) -> Result<(), Trouble> {
+        for (memory, lamport) in buffers.iter().zip(&workspace.lamport) {
+            if *lamport { memory.fill16(STALE, &self.origin)? } else { memory.fill8(0, &self.origin)? }
+        }
+        let lamport: Vec<&Memory> =
+            buffers.iter().zip(&workspace.lamport).filter(|(_, is)| **is).map(|(memory, _)| memory).collect();
+        let address = |memory: &Memory| Argument::Int(memory.address() as i64);
+        match lamport[..] {
+            [] => {}
+            [one] => {
+                let size = Argument::Int((one.bytes() / dtype.size()) as i64);
+                let values = Values::from([("buffer_ptr", address(one)), ("size", size), ("dtype", Argument::DataType(dtype))]);
+                self.call("trtllm_lamport_initialize", &values, &self.origin)?;
+            }
+            [one, two, three] => {
+                let values = Values::from([
+                    ("buffer_0_ptr", address(one)),
+                    ("buffer_1_ptr", address(two)),
+                    ("buffer_2_ptr", address(three)),
+                    ("size", Argument::Int(one.bytes() as i64)),
+                    ("dtype", Argument::DataType(dtype)),
+                ]);
+                self.call("trtllm_lamport_initialize_all", &values, &self.origin)?;
+            }
+            _ => unreachable!("workspaces have none, one or three Lamport buffers"),
+        }
+        self.finish(&self.origin).map_err(hung)?;
+        for memory in lamport {
+            let mut held = vec![0; if whole { memory.bytes() } else { memory.bytes().min(4096) }];
+            memory.read(&mut held)?;
+            let left = Floats::from_bytes(dtype, held).words().filter(|word| *word != dtype.negative_zero()).count();
+            if left > 0 {
+                return Err(Trouble::Wrong(format!("the Lamport initialization left {left} elements as they were")));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The buffers of a workspace that lie behind each other in what a rank shares as a `whole`.
+pub(super) fn buffers(whole: &Memory, workspace: &Workspace) -> Vec<Memory> {
+    workspace.offsets().zip(&workspace.buffers).map(|(offset, bytes)| whole.part(offset, *bytes)).collect()
+}
+
+/// How a name stands in mangled ones: the length of each part is before it, so that no longer name is taken for this one.
+pub(super) fn mangled(name: &str) -> String {
+    format!("{}{name}", name.len())
+}
+
+/// Refuses a graph, of which `kernels` are the names and how often each stands there, that does not hold `part` so often.
+pub(super) fn must_hold<'k>(
+    kernels: impl Iterator<Item = (&'k str, usize)> + Clone,
+    part: &str,
+    expected: usize,
+) -> Result<(), Trouble> {
+    let count: usize = kernels.clone().filter(|(name, _)| name.contains(part)).map(|(_, count)| count).sum();
+    if count == expected {
+        return Ok(());
+    }
+    let held: Vec<_> = kernels.map(|(name, count)| format!("{count} × {name}")).collect();
+    let wanted = part.trim_start_matches(|c: char| c.is_ascii_digit());
+    Err(Trouble::Wrong(format!("the graph holds {} where {expected} × {wanted} are expected", held.join(", "))))
 }
 
 /// One case on a stage, from its memory to its last replay.
@@ -207,18 +345,38 @@ pub struct Play {
     workspace: Workspace,
     sizes: Sizes,
     ranks: Vec<Rank>,
-    /// Addresses of all ranks' buffers, by rank and buffer.
-    addresses: Vec<Vec<u64>>,
     graph: Option<Executable>,
     outcome: Outcome,
     replay: u32,
     /// Replays go on, and are compared, after one with wrong numbers.
     past_wrong: bool,
-    /// Inputs that come back, where there are more replays than sets of them.
+    /// Inputs that come back, where there are more replays than sets of them and the host makes them.
     sets: Vec<Set>,
-    /// The first and the last event of a replay.
-    events: (Event, Event),
+    marks: Vec<Marks>,
+    /// The longest time from the first to the last mark of a replay, in seconds.
+    slowest_s: f64,
+    /// Makes inputs and checks outputs on the GPU, where it can.
+    checker: Option<Checker>,
 }
+
+/// Events around the steps of a replay that is under way: before its inputs are made, before and behind the artifact's kernels,
+/// and when it has been checked.
+#[derive(Debug)]
+struct Marks {
+    begin: Event,
+    launch: Event,
+    done: Event,
+    end: Event,
+}
+
+impl Marks {
+    fn new(context: &Context) -> Result<Self, CudaError> {
+        Ok(Self { begin: context.event()?, launch: context.event()?, done: context.event()?, end: context.event()? })
+    }
+}
+
+/// The most replays that are under way at once, where the GPU makes inputs and checks: nobody waits for the host in between.
+const UNDER_WAY: u32 = 8;
 
 /// The inputs of a replay: by call and rank.
 #[derive(Debug)]
@@ -249,24 +407,6 @@ struct Rank {
     arrays: BTreeMap<Array, Memory>,
 }
 
-/// Arrays of a call, each with all calls one behind the other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Array {
-    Main,
-    Residual,
-    Gamma,
-    GammaPre,
-    Bias,
-    Shared,
-    Scales,
-    Rows,
-    SumOut,
-    ResidualOut,
-    NormOut,
-    QuantOut,
-    ScalesOut,
-}
-
 impl Play {
     /// Allocates and initializes what the hosted ranks need.
     pub fn begin(
@@ -277,6 +417,7 @@ impl Play {
         shared_bytes: usize,
         past_wrong: bool,
     ) -> Result<Self, Trouble> {
+        let mut clock = Clock::start();
         let workspace = case.workspace();
         let sizes = Sizes::of(case);
         let mut hosted = Vec::new();
@@ -285,67 +426,33 @@ impl Play {
             hosted.push(Rank::new(stage, case, &whole, &workspace, &sizes, rank)?);
         }
         let ranks = hosted;
-        let events = (stage.context.event()?, stage.context.event()?);
-        let play = Self {
+        let under_way = if case.in_step() { 1 } else { UNDER_WAY.min(case.replays) };
+        let marks = (0..under_way).map(|_| Marks::new(&stage.context)).collect::<Result<_, _>>()?;
+        let hosts: Vec<Host> = ranks.iter().map(|rank| Host::new(rank.rank, &rank.arrays)).collect();
+        let checks = stage.kernels.is_some() && !matches!(case.what, What::Initialize | What::InitializeAll);
+        let checker =
+            checks.then(|| Checker::new(&stage.context, case, &sizes, &hosts, under_way as usize, &stage.origin)).transpose()?;
+        let mut play = Self {
             case: case.clone(),
             number,
             workspace,
             sizes,
             ranks,
-            addresses: vec![Vec::new(); case.ranks],
             graph: None,
             outcome: Outcome::default(),
             replay: 0,
             past_wrong,
             sets: Vec::new(),
-            events,
+            marks,
+            slowest_s: 0.0,
+            checker,
         };
-        play.initialize(stage)?;
-        Ok(play)
-    }
-
-    /// Has the artifact fill the Lamport buffers with −0.0, and looks whether it did.
-    fn initialize(&self, stage: &Stage) -> Result<(), Trouble> {
-        let dtype = self.case.dtype;
-        let whole = matches!(self.case.what, What::Initialize | What::InitializeAll);
-        for rank in &self.ranks {
-            for (memory, lamport) in rank.shared.iter().zip(&self.workspace.lamport) {
-                if *lamport { memory.fill16(STALE, &stage.origin)? } else { memory.fill8(0, &stage.origin)? }
-            }
-            let lamport: Vec<&Memory> =
-                rank.shared.iter().zip(&self.workspace.lamport).filter(|(_, is)| **is).map(|(memory, _)| memory).collect();
-            let address = |memory: &Memory| Argument::Int(memory.address() as i64);
-            match lamport[..] {
-                [] => {}
-                [one] => {
-                    let size = Argument::Int((one.bytes() / dtype.size()) as i64);
-                    let values =
-                        Values::from([("buffer_ptr", address(one)), ("size", size), ("dtype", Argument::DataType(dtype))]);
-                    stage.call("trtllm_lamport_initialize", &values, &stage.origin)?;
-                }
-                [one, two, three] => {
-                    let values = Values::from([
-                        ("buffer_0_ptr", address(one)),
-                        ("buffer_1_ptr", address(two)),
-                        ("buffer_2_ptr", address(three)),
-                        ("size", Argument::Int(one.bytes() as i64)),
-                        ("dtype", Argument::DataType(dtype)),
-                    ]);
-                    stage.call("trtllm_lamport_initialize_all", &values, &stage.origin)?;
-                }
-                _ => unreachable!("workspaces have none, one or three Lamport buffers"),
-            }
-            stage.finish(&stage.origin).map_err(|waited| self.hung(waited))?;
-            for memory in lamport {
-                let mut held = vec![0; if whole { memory.bytes() } else { memory.bytes().min(4096) }];
-                memory.read(&mut held)?;
-                let left = Floats::from_bytes(dtype, held).words().filter(|word| *word != dtype.negative_zero()).count();
-                if left > 0 {
-                    return Err(Trouble::Wrong(format!("the Lamport initialization left {left} elements as they were")));
-                }
-            }
+        let whole = matches!(play.case.what, What::Initialize | What::InitializeAll);
+        for rank in &play.ranks {
+            stage.initialize(&rank.shared, &play.workspace, play.case.dtype, whole, &|waited| play.hung(0, waited))?;
         }
-        Ok(())
+        play.outcome.spent.setting_up = clock.lap();
+        Ok(play)
     }
 
     /// Makes the graph, once the buffers of all ranks are as the first call wants them.
@@ -353,22 +460,20 @@ impl Play {
         if matches!(self.case.what, What::Initialize | What::InitializeAll) {
             return Ok(Vec::new());
         }
-        for (rank, addresses) in self.addresses.iter_mut().enumerate() {
-            let base =
-                stage.address_of(rank).ok_or_else(|| Trouble::Failed(format!("the memory of rank {rank} is not mapped")))?;
-            *addresses = self.workspace.offsets().map(|offset| base + offset as u64).collect();
-        }
+        let mut clock = Clock::start();
+        let addresses = stage.addresses(&self.workspace, self.case.ranks)?;
         for rank in &mut self.ranks {
-            rank.tables(stage, &self.case, &self.workspace, &self.addresses)?;
+            rank.tables(stage, &self.case, &self.workspace, &addresses)?;
         }
-        self.capture(stage)
+        let launches = self.capture(stage)?;
+        self.outcome.spent.setting_up += clock.lap();
+        Ok(launches)
     }
 
     /// One graph in which each rank's calls follow each other and no rank waits for another.
     fn capture(&mut self, stage: &Stage) -> Result<Vec<Launch>, Trouble> {
         let (fork, join) = (stage.context.event()?, stage.context.event()?);
-        stage.origin.begin_capture()?;
-        let put = || -> Result<(), Trouble> {
+        let graph = stage.origin.capture(|| -> Result<(), Trouble> {
             fork.record(&stage.origin)?;
             for rank in &self.ranks {
                 rank.stream.wait(&fork)?;
@@ -379,12 +484,7 @@ impl Play {
                 stage.origin.wait(&join)?;
             }
             Ok(())
-        };
-        let put = put();
-        // The end of a capture that failed only says that it failed.
-        let graph = stage.origin.end_capture();
-        put?;
-        let graph = graph?;
+        })?;
         let launches = launches(graph.kernels()?);
         self.check_kernels(&launches)?;
         self.graph = Some(graph.instantiate()?);
@@ -396,17 +496,7 @@ impl Play {
         let wanted = self.case.kernels();
         let expected = self.case.calls() * self.ranks.len();
         for name in wanted {
-            // A mangled name has the length of each part before it, so no longer name is taken for this one.
-            let part = format!("{}{name}", name.len());
-            let count: usize =
-                launches.iter().filter(|(launch, _)| launch.kernel.contains(&part)).map(|(launch, _)| launch.count).sum();
-            if count != expected {
-                let held: Vec<_> = launches.iter().map(|(launch, _)| format!("{} × {}", launch.count, launch.kernel)).collect();
-                return Err(Trouble::Wrong(format!(
-                    "the graph holds {} where {expected} × {name} are expected",
-                    held.join(", ")
-                )));
-            }
+            must_hold(launches.iter().map(|(launch, _)| (launch.kernel.as_str(), launch.count)), &mangled(name), expected)?;
         }
         // Hosted ranks share the GPU: all but one of them, and a cluster of the last, must be on it at once.
         let others = (self.ranks.len() - 1) as u32;
@@ -424,43 +514,168 @@ impl Play {
         Ok(())
     }
 
-    /// Runs the next replay; true when it was the last.
+    /// Runs the next replay, or the next ones; true when the last was among them.
     pub fn replay(&mut self, stage: &Stage) -> Result<bool, Trouble> {
         if self.graph.is_none() {
             // The initializations were looked at before.
             self.outcome.right = 1;
             return Ok(true);
         }
-        let calls = self.case.calls();
+        match (self.checker.take(), &stage.kernels) {
+            (Some(checker), Some(kernels)) => {
+                let replayed = self.replay_on_device(stage, kernels, &checker);
+                self.checker = Some(checker);
+                replayed?;
+            }
+            _ => self.replay_on_host(stage)?,
+        }
+        // Where other workers hold ranks, they would wait for ever for one that stops.
+        let alone = self.ranks.len() == self.case.ranks;
+        Ok(self.replay == self.case.replays || (alone && self.outcome.wrong.is_some() && !self.past_wrong))
+    }
+
+    /// One replay, whose inputs the host makes and whose outputs it checks.
+    fn replay_on_host(&mut self, stage: &Stage) -> Result<(), Trouble> {
+        let mut clock = Clock::start();
         let at = self.prepare();
+        self.outcome.spent.making_inputs += clock.lap();
         for rank in &self.ranks {
             rank.write_inputs(&self.sets[at].inputs, &stage.origin)?;
             rank.poison_outputs(&self.case, self.replay, &stage.origin)?;
         }
-        let graph = self.graph.as_ref().expect("looked at above");
-        self.events.0.record(&stage.origin)?;
-        stage.origin.launch(graph)?;
-        self.events.1.record(&stage.origin)?;
-        stage.finish(&stage.origin).map_err(|waited| self.hung(waited))?;
-        self.outcome.micros.push(self.events.1.micros_since(&self.events.0)? / calls as f64);
+        self.launch(stage, 0)?;
+        self.outcome.spent.copying += clock.lap();
+        stage.finish(&stage.origin).map_err(|waited| self.hung(self.replay, waited))?;
+        self.outcome.spent.artifact += clock.lap();
+        self.take_time(0)?;
         if self.outcome.wrong.is_none() || self.past_wrong {
-            match self.compare(at) {
-                Ok(distance) => {
-                    self.outcome.right += 1;
-                    self.outcome.error = self.outcome.error.max(distance.relative);
-                    self.outcome.of_bound = self.outcome.of_bound.max(distance.of_bound);
+            let (outputs, mut changed) = self.read_outputs()?;
+            self.outcome.spent.copying += clock.lap();
+            let last = self.replay + 1 == self.case.replays;
+            let again = self.sets[at].right.as_ref() == Some(&outputs) && changed.is_none() && !last;
+            if again {
+                self.outcome.right += 1;
+            } else {
+                let all = &self.sets[at].inputs;
+                if last {
+                    changed = self.changed_input(all)?.or(changed);
                 }
-                Err(trouble @ (Trouble::Wrong(_) | Trouble::Off(_))) => {
-                    self.outcome.beyond_a_race |= matches!(trouble, Trouble::Wrong(_));
-                    self.outcome.wrong.get_or_insert_with(|| format!("replay {}: {trouble}", self.replay + 1));
+                let rows = compare::on_host(&self.case, all, &self.hosted().collect::<Vec<_>>(), &outputs);
+                self.settle(&Found { rows, changed });
+                if self.case.replays > SETS && self.outcome.wrong.is_none() {
+                    self.sets[at].right = Some(outputs);
                 }
-                Err(other) => return Err(other),
             }
+            self.outcome.spent.checking += clock.lap();
         }
         self.replay += 1;
-        // Where other workers hold ranks, they would wait for ever for one that stops.
-        let alone = self.ranks.len() == self.case.ranks;
-        Ok(self.replay == self.case.replays || (alone && self.outcome.wrong.is_some() && !self.past_wrong))
+        Ok(())
+    }
+
+    /// The next replays, as many as can be under way at once: the GPU makes the inputs and checks the outputs itself. The first
+    /// one goes alone, and the host does all of it once more.
+    fn replay_on_device(&mut self, stage: &Stage, kernels: &Kernels, checker: &Checker) -> Result<(), Trouble> {
+        let first = self.replay == 0;
+        let left = self.case.replays - self.replay;
+        // The supervisor hears of a worker between batches alone, and gives it no longer than a replay may take.
+        let fitting = (stage.deadline.as_secs_f64() / 2.0 / self.slowest_s.max(1e-9)) as u32;
+        let count = if first { 1 } else { left.min(self.marks.len() as u32).min(fitting.max(1)) };
+        let mut clock = Clock::start();
+        checker.forget(&stage.origin)?;
+        for slot in 0..count {
+            let replay = self.replay + slot;
+            let mut seed = inputs::seed(self.number, replay);
+            if planted() == Some(Planted::Seed) {
+                seed = !seed;
+            }
+            self.marks[slot as usize].begin.record(&stage.origin)?;
+            checker.make(kernels, seed, &stage.origin)?;
+            for rank in &self.ranks {
+                rank.poison_outputs(&self.case, replay, &stage.origin)?;
+            }
+            self.launch(stage, slot as usize)?;
+            checker.check(kernels, seed, slot as usize, &stage.origin)?;
+            self.marks[slot as usize].end.record(&stage.origin)?;
+        }
+        self.outcome.spent.copying += clock.lap();
+        if first {
+            self.prepare();
+            self.outcome.spent.making_inputs += clock.lap();
+        }
+        for slot in 0..count as usize {
+            let end = &self.marks[slot].end;
+            stage.wait_until(|| end.is_past()).map_err(|waited| self.hung(self.replay + slot as u32, waited))?;
+            self.take_time(slot)?;
+            let Marks { begin, launch, done, end } = &self.marks[slot];
+            let seconds = |from: &Event, to: &Event| to.micros_since(from).map(|micros| micros / 1e6);
+            let spent = &mut self.outcome.spent;
+            spent.making_inputs += seconds(begin, launch)?;
+            spent.artifact += seconds(launch, done)?;
+            spent.checking += seconds(done, end)?;
+            self.slowest_s = self.slowest_s.max(seconds(begin, end)?);
+        }
+        clock.lap();
+        let found = checker.found(count as usize)?;
+        self.outcome.spent.copying += clock.lap();
+        if first {
+            self.check_checker(&found[0])?;
+            self.outcome.spent.checking += clock.lap();
+        }
+        for found in &found {
+            if self.outcome.wrong.is_none() || self.past_wrong {
+                self.settle(found);
+            }
+            self.replay += 1;
+        }
+        Ok(())
+    }
+
+    /// Does on the host what the GPU did in the first replay; what it `found` must be the same.
+    fn check_checker(&mut self, found: &Found) -> Result<(), Trouble> {
+        let (outputs, behind) = self.read_outputs()?;
+        let all = &self.sets[0].inputs;
+        let hosted: Vec<usize> = self.hosted().collect();
+        let changed = self.changed_input(all)?.into_iter().chain(behind).min_by_key(|one| {
+            let at = hosted.iter().position(|rank| *rank == one.rank);
+            (at, one.call, one.array)
+        });
+        let on_host = Found { rows: compare::on_host(&self.case, all, &hosted, &outputs), changed };
+        self.sets.clear();
+        match on_host.difference(found) {
+            None => Ok(()),
+            Some(what) => Err(Trouble::Ours(format!("{}: host and GPU: {what}", self.case))),
+        }
+    }
+
+    /// Puts the graph on the stream, between two marks.
+    fn launch(&self, stage: &Stage, slot: usize) -> Result<(), Trouble> {
+        let graph = self.graph.as_ref().expect("a case with a graph is replayed");
+        self.marks[slot].launch.record(&stage.origin)?;
+        stage.origin.launch(graph)?;
+        self.marks[slot].done.record(&stage.origin)?;
+        Ok(())
+    }
+
+    /// Notes how long a replay that has ended took.
+    fn take_time(&mut self, slot: usize) -> Result<(), Trouble> {
+        let Marks { launch, done, .. } = &self.marks[slot];
+        self.outcome.micros.push(done.micros_since(launch)? / self.case.calls() as f64);
+        Ok(())
+    }
+
+    /// Notes what was found in this replay.
+    fn settle(&mut self, found: &Found) {
+        match found.verdict(self.case.hidden) {
+            Ok(distance) => {
+                self.outcome.right += 1;
+                self.outcome.error = self.outcome.error.max(distance.relative);
+                self.outcome.of_bound = self.outcome.of_bound.max(distance.of_bound);
+            }
+            Err(Fails { what, beyond_a_race }) => {
+                self.outcome.beyond_a_race |= beyond_a_race;
+                self.outcome.wrong.get_or_insert_with(|| format!("replay {}: {what}", self.replay + 1));
+            }
+        }
     }
 
     pub fn replays_done(&self) -> u32 {
@@ -475,8 +690,9 @@ impl Play {
         &self.case
     }
 
-    /// What came of it.
-    pub fn outcome(&mut self, stage: &Stage) -> Result<Outcome, Trouble> {
+    /// What came of it, after so many seconds of `waiting` for orders.
+    pub fn outcome(&mut self, stage: &Stage, waiting: f64) -> Result<Outcome, Trouble> {
+        self.outcome.spent.waiting = waiting;
         let (allocated_bytes, free_bytes) = (stage.context.most_allocated(), stage.context.free_bytes()?);
         Ok(Outcome { allocated_bytes, free_bytes, ..std::mem::take(&mut self.outcome) })
     }
@@ -494,73 +710,37 @@ impl Play {
             }
         }
         let (case, seed) = (&self.case, inputs::seed(self.number, self.replay));
-        let of_call = |call| (0..case.ranks).into_par_iter().map(|rank| inputs::make(case, seed, call, rank)).collect();
-        let inputs = (0..case.calls()).map(of_call).collect();
+        let hosted: Vec<usize> = self.hosted().collect();
+        let inputs = inputs::of_all(case, seed, case.calls(), &hosted);
         self.sets.push(Set { inputs, right: None });
         self.sets.len() - 1
     }
 
-    /// Holds all outputs of a replay against what is right for the set of inputs `at`.
-    fn compare(&mut self, at: usize) -> Result<Distance, Trouble> {
-        let calls = self.case.calls();
-        let mut outputs: Vec<Vec<Outputs>> = Vec::new();
+    /// What every hosted rank's calls wrote, by rank and call, and the first of them that wrote behind an output.
+    fn read_outputs(&self) -> Result<(Vec<Vec<Outputs>>, Option<Changed>), Trouble> {
+        let mut first = None;
+        let mut all = Vec::new();
         for rank in &self.ranks {
-            let of_rank = rank.read_outputs(&self.case, &self.sizes).map_err(|trouble| trouble.at(rank.rank))?;
-            outputs.push(of_rank);
+            let (outputs, changed) = rank.read_outputs(&self.case, &self.sizes)?;
+            first = first.or(changed);
+            all.push(outputs);
         }
-        let all = &self.sets[at].inputs;
-        if self.sets[at].right.as_ref() == Some(&outputs) && self.replay + 1 < self.case.replays {
-            return Ok(Distance::default());
-        }
-        // Handles of the driver stay in this thread.
-        let (case, hosted) = (&self.case, self.hosted().collect::<Vec<_>>());
-        let rows: Vec<(usize, usize)> =
-            (0..calls).flat_map(|call| (0..self.case.tokens).map(move |token| (call, token))).collect();
-        let found: Vec<Result<Distance, (usize, usize, usize, Wrong)>> = rows
-            .into_par_iter()
-            .map(|(call, token)| {
-                let expected = Expected::new(case, &all[call], token);
-                hosted.iter().zip(&outputs).try_fold(Distance::default(), |distance, (&rank, outputs)| {
-                    let found = expected.check(rank, &outputs[call]);
-                    found.map(|found| distance.max(found)).map_err(|wrong| (call, rank, token, wrong))
-                })
-            })
-            .collect();
-        let rows_wrong = found.iter().filter(|row| row.is_err()).count();
-        let any_unwritten = found.iter().any(|row| row.as_ref().is_err_and(|(.., wrong)| wrong.unwritten > 0));
-        let rows = found.len();
-        let mut distance = Distance::default();
-        for row in found {
-            match row {
-                Ok(one) => distance = distance.max(one),
-                Err((call, rank, token, wrong)) => {
-                    let what = format!(
-                        "rank {rank}, call {call}, token {token}: {} ({rows_wrong} of {rows} tokens are wrong)",
-                        describe(&wrong, self.case.hidden)
-                    );
-                    return Err(if any_unwritten { Trouble::Wrong(what) } else { Trouble::Off(what) });
-                }
-            }
-        }
-        if self.replay + 1 == self.case.replays {
-            for rank in &self.ranks {
-                rank.inputs_are_untouched(all)?;
-            }
-        }
-        if self.case.replays > SETS {
-            self.sets[at].right = Some(outputs);
-        }
-        Ok(distance)
+        Ok((all, first))
     }
 
-    fn hung(&self, waited: Waited) -> Trouble {
-        match waited {
-            Waited::Failed(error) => Trouble::Failed(error.to_string()),
-            Waited::TooLong => {
-                let standing = self.ranks.iter().map(|rank| rank.standing()).collect();
-                Trouble::Hung { replay: self.replay, standing }
+    /// The first input of a hosted rank that is no longer what was written.
+    fn changed_input(&self, all: &[Vec<Inputs>]) -> Result<Option<Changed>, Trouble> {
+        for rank in &self.ranks {
+            if let Some(changed) = rank.changed_input(&self.case, all)? {
+                return Ok(Some(changed));
             }
         }
+        Ok(None)
+    }
+
+    /// What it means that the GPU was waited for in vain in a replay, counted from 0.
+    fn hung(&self, replay: u32, waited: Waited) -> Trouble {
+        waited.told(replay, || self.ranks.iter().map(|rank| rank.standing()).collect())
     }
 
     /// The values of one call, by the names of the tables.
@@ -698,30 +878,10 @@ fn launches(kernels: Vec<driver::Kernel>) -> Vec<(Launch, u32)> {
     found
 }
 
-fn describe(wrong: &Wrong, hidden: usize) -> String {
-    let Wrong { output, count, unwritten, column, got, least, most } = wrong;
-    if unwritten == count {
-        return format!("{output}: {count} elements of {hidden} were never written, the first at {column}");
-    }
-    let never = if *unwritten > 0 { format!(", {unwritten} of them never written") } else { String::new() };
-    format!(
-        "{output}: {count} elements are wrong{never}; the first, at {column}, is {got:.6e} and must be in {least:.6e} to {most:.6e}"
-    )
-}
-
-impl Trouble {
-    fn at(self, rank: usize) -> Self {
-        match self {
-            Self::Wrong(what) => Self::Wrong(format!("rank {rank}: {what}")),
-            other => other,
-        }
-    }
-}
-
 impl fmt::Display for Trouble {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Skip(why) | Self::Wrong(why) | Self::Off(why) | Self::Failed(why) => f.write_str(why),
+            Self::Skip(why) | Self::Wrong(why) | Self::Ours(why) | Self::Failed(why) => f.write_str(why),
             Self::Hung { replay, standing } => write!(f, "hung in replay {}: {}", replay + 1, standing.join("; ")),
         }
     }
@@ -737,14 +897,12 @@ impl Rank {
         sizes: &Sizes,
         rank: usize,
     ) -> Result<Self, Trouble> {
-        let shared = workspace.offsets().zip(&workspace.buffers).map(|(offset, bytes)| whole.part(offset, *bytes)).collect();
+        let shared = buffers(whole, workspace);
         let context = &stage.context;
-        // One call's worth tells the sizes; what it holds does not matter.
-        let example = inputs::make(case, 0, 0, rank);
         let mut arrays = BTreeMap::new();
-        for (array, bytes) in input_bytes(&example) {
-            if !bytes.is_empty() {
-                arrays.insert(array, context.alloc(bytes.len() * case.calls())?);
+        for (array, bytes) in input_sizes(case) {
+            if bytes > 0 {
+                arrays.insert(array, context.alloc(bytes * case.calls())?);
             }
         }
         for (array, bytes) in output_sizes(case, sizes) {
@@ -772,14 +930,7 @@ impl Rank {
             self.host_tables = (0..workspace.buffers.len()).map(table).collect();
             return Ok(());
         }
-        let counters = stage.context.alloc(5 * 4)?;
-        counters.write(
-            &layout::counters(workspace.part).iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>(),
-            &stage.origin,
-        )?;
-        let pointers = layout::fusion_pointers(addresses, counters.address());
-        let table = stage.context.alloc(pointers.len() * 8)?;
-        table.write(&pointers.iter().flat_map(|pointer| pointer.to_le_bytes()).collect::<Vec<_>>(), &stage.origin)?;
+        let (counters, table) = stage.fusion_table(workspace, addresses)?;
         self.counters = Some(counters);
         self.table = Some(table);
         Ok(())
@@ -796,20 +947,27 @@ impl Rank {
         Ok(())
     }
 
-    fn inputs_are_untouched(&self, all: &[Vec<Inputs>]) -> Result<(), Trouble> {
+    /// The first input that is no longer what was written.
+    fn changed_input(&self, case: &Case, all: &[Vec<Inputs>]) -> Result<Option<Changed>, Trouble> {
+        let now = |(array, size): (Array, usize)| -> Result<(Array, Vec<u8>), Trouble> {
+            let mut now = vec![0; size * all.len()];
+            if size > 0 {
+                self.arrays[&array].read(&mut now)?;
+            }
+            Ok((array, now))
+        };
+        let now: BTreeMap<Array, Vec<u8>> = input_sizes(case).into_iter().map(now).collect::<Result<_, _>>()?;
         for (call, inputs) in all.iter().enumerate() {
             for (array, bytes) in input_bytes(&inputs[self.rank]) {
-                if bytes.is_empty() {
-                    continue;
-                }
-                let mut now = vec![0; bytes.len()];
-                self.arrays[&array].read_at(call * bytes.len(), &mut now)?;
-                if now[..] != bytes[..] {
-                    return Err(Trouble::Wrong(format!("rank {}, call {call}: the input {array:?} was overwritten", self.rank)));
+                let now = &now[&array][call * bytes.len()..][..bytes.len()];
+                if *now != bytes[..] {
+                    let size = case.dtype.size();
+                    let words = now.chunks(size).zip(bytes.chunks(size)).filter(|(now, made)| now != made).count();
+                    return Ok(Some(Changed { rank: self.rank, call, array, count: words as u64 }));
                 }
             }
         }
-        Ok(())
+        Ok(None)
     }
 
     fn poison_outputs(&self, case: &Case, replay: u32, stream: &Stream) -> Result<(), Trouble> {
@@ -823,20 +981,21 @@ impl Rank {
         Ok(())
     }
 
-    /// What every call wrote. Fails where one wrote behind its output.
-    fn read_outputs(&self, case: &Case, sizes: &Sizes) -> Result<Vec<Outputs>, Trouble> {
+    /// What every call wrote, and the first that wrote behind its output.
+    fn read_outputs(&self, case: &Case, sizes: &Sizes) -> Result<(Vec<Outputs>, Option<Changed>), Trouble> {
         let mut calls = vec![Outputs::none(); case.calls()];
+        let mut first: Option<Changed> = None;
         for (array, size) in output_sizes(case, sizes) {
             let Some(memory) = self.arrays.get(&array).filter(|_| size > 0) else { continue };
             let stride = size + guard(case, array);
-            for (call, outputs) in calls.iter_mut().enumerate() {
-                let mut held = vec![0; stride];
-                memory.read_at(call * stride, &mut held)?;
-                let changed = held[size..].iter().filter(|byte| !is_poison(case, array, **byte)).count();
-                if changed > 0 {
-                    return Err(Trouble::Wrong(format!("call {call}: {changed} bytes behind {array:?} were written")));
+            let mut all = vec![0; stride * calls.len()];
+            memory.read(&mut all)?;
+            for (call, (outputs, held)) in calls.iter_mut().zip(all.chunks_exact(stride)).enumerate() {
+                let count = held[size..].iter().filter(|byte| !is_poison(case, array, **byte)).count() as u64;
+                if count > 0 && first.is_none_or(|first| call < first.call) {
+                    first = Some(Changed { rank: self.rank, call, array, count });
                 }
-                held.truncate(size);
+                let held = held[..size].to_vec();
                 match array {
                     Array::SumOut => outputs.sum = Floats::from_bytes(case.dtype, held),
                     Array::ResidualOut => outputs.residual = Floats::from_bytes(case.dtype, held),
@@ -846,76 +1005,30 @@ impl Rank {
                 }
             }
         }
-        Ok(calls)
+        Ok((calls, first))
     }
 
-    /// Where the rank stands, by what its kernels left in its counters.
+    /// Where the rank stands.
     fn standing(&self) -> String {
-        let Some(counters) = &self.counters else { return format!("rank {}: it keeps no counters", self.rank) };
-        match counters.read_within(20, Duration::from_secs(2)) {
-            Ok(Some(held)) => {
-                let word = |at: usize| i32::from_le_bytes([held[4 * at], held[4 * at + 1], held[4 * at + 2], held[4 * at + 3]]);
-                format!(
-                    "rank {}: {} blocks have arrived in the call it is in, barrier flag {}, Lamport part {}",
-                    self.rank,
-                    word(0),
-                    word(1),
-                    word(2)
-                )
-            }
-            Ok(None) => format!("rank {}: its counters cannot be read in time", self.rank),
-            Err(error) => format!("rank {}: its counters cannot be read ({error})", self.rank),
+        standing(self.rank, self.counters.as_ref())
+    }
+}
+
+/// Where a rank stands, by what its kernels left in its counters.
+pub(super) fn standing(rank: usize, counters: Option<&Memory>) -> String {
+    let Some(counters) = counters else { return format!("rank {rank}: it keeps no counters") };
+    match counters.read_within(20, Duration::from_secs(2)) {
+        Ok(Some(held)) => {
+            let word = |at: usize| i32::from_le_bytes([held[4 * at], held[4 * at + 1], held[4 * at + 2], held[4 * at + 3]]);
+            format!(
+                "rank {rank}: {} blocks have arrived in the call it is in, barrier flag {}, Lamport part {}",
+                word(0),
+                word(1),
+                word(2)
+            )
         }
-    }
-}
-
-/// The inputs of a call as they lie in memory.
-fn input_bytes(inputs: &Inputs) -> [(Array, Cow<'_, [u8]>); 8] {
-    [
-        (Array::Main, inputs.main.bytes().into()),
-        (Array::Residual, inputs.residual.bytes().into()),
-        (Array::Gamma, inputs.gamma.bytes().into()),
-        (Array::GammaPre, inputs.gamma_pre.bytes().into()),
-        (Array::Bias, inputs.bias.bytes().into()),
-        (Array::Shared, inputs.shared.bytes().into()),
-        (Array::Scales, inputs.scales.bytes().into()),
-        (Array::Rows, inputs.rows.iter().flat_map(|row| row.to_le_bytes()).collect::<Vec<_>>().into()),
-    ]
-}
-
-/// The bytes of each output of one call, without what guards its end.
-fn output_sizes(case: &Case, sizes: &Sizes) -> [(Array, usize); 5] {
-    let element = case.dtype.size();
-    [
-        (Array::SumOut, sizes.sum * element),
-        (Array::ResidualOut, sizes.residual * element),
-        (Array::NormOut, sizes.norm * element),
-        (Array::QuantOut, sizes.quant),
-        (Array::ScalesOut, sizes.scales),
-    ]
-}
-
-/// The bytes that guard the end of an output: a row of elements.
-fn guard(case: &Case, array: Array) -> usize {
-    match array {
-        Array::QuantOut | Array::ScalesOut => GUARD,
-        _ => case.hidden * case.dtype.size(),
-    }
-}
-
-/// What a byte of a quantized output holds before a call.
-fn byte_poison(case: &Case, array: Array, replay: u32) -> u8 {
-    match (array, case.what.quant()) {
-        // Every code of four bits is a number: two that take turns, so that one that stays is seen.
-        (Array::QuantOut, Some(Quant::Fp4)) => [0x55, 0xaa][replay as usize % 2],
-        _ => POISON_BYTE,
-    }
-}
-
-fn is_poison(case: &Case, array: Array, byte: u8) -> bool {
-    match array {
-        Array::QuantOut | Array::ScalesOut => [0, 1].iter().any(|replay| byte_poison(case, array, *replay) == byte),
-        _ => (case.dtype.poison() as u16).to_le_bytes().contains(&byte),
+        Ok(None) => format!("rank {rank}: its counters cannot be read in time"),
+        Err(error) => format!("rank {rank}: its counters cannot be read ({error})"),
     }
 }
 

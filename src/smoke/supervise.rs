@@ -17,12 +17,13 @@ use super::protocol::{Answer, Launch, Line, Order, Outcome, Unknown};
 use crate::cancel;
 use crate::env;
 use crate::error::{Error, Result};
+use crate::exit::Exit;
 use crate::tables::calls::{Fault, FaultKind};
 
 /// How long a worker may take to start: the driver, the libraries, the artifact.
-const START: Duration = Duration::from_secs(120);
+pub(super) const START: Duration = Duration::from_secs(120);
 /// How long a worker has, after its own deadline, to say so.
-const GRACE: Duration = Duration::from_secs(5);
+pub(super) const GRACE: Duration = Duration::from_secs(5);
 /// After so many lost sets of workers nothing more is tried: each costs a deadline and a start.
 const LOST_AT_MOST: usize = 6;
 
@@ -58,6 +59,8 @@ pub struct Crew {
     pub gpus: Vec<usize>,
     /// How long the GPU may take for one replay.
     pub deadline: Duration,
+    /// The most ranks of any case.
+    pub ranks: usize,
 }
 
 /// What came of a case.
@@ -72,7 +75,7 @@ pub enum Verdict {
     Skipped(String),
     /// It was left out, for the reason given.
     NotRun(String),
-    /// Left out because workers were lost: nothing is proven of it.
+    /// Left out because workers were lost, or because of the platform: nothing is proven of it, and not by choice.
     Lost(String),
 }
 
@@ -83,6 +86,8 @@ pub struct Played {
     pub verdict: Verdict,
     pub outcome: Outcome,
     pub launches: Vec<Launch>,
+    /// How long it took, from its first order to its last answer.
+    pub seconds: f64,
     /// What its release is known to do wrong in it.
     pub fault: Option<&'static Fault>,
 }
@@ -90,7 +95,7 @@ pub struct Played {
 impl Played {
     pub fn new(planned: &Planned, verdict: Verdict) -> Self {
         let Planned { case, fault, .. } = planned;
-        Self { case: case.clone(), verdict, outcome: Outcome::default(), launches: Vec::new(), fault: *fault }
+        Self { case: case.clone(), verdict, outcome: Outcome::default(), launches: Vec::new(), seconds: 0.0, fault: *fault }
     }
 }
 
@@ -101,6 +106,11 @@ pub struct Machine {
     pub driver: String,
     pub tvm_ffi: Option<String>,
     pub unknown: Vec<Unknown>,
+}
+
+/// The GPUs of these ordinals, in their order.
+pub fn used<'d>(devices: &'d [DeviceInfo], gpus: &[usize]) -> Vec<&'d DeviceInfo> {
+    gpus.iter().filter_map(|at| devices.iter().find(|device| device.ordinal == *at)).collect()
 }
 
 /// The workers of one run.
@@ -119,6 +129,10 @@ pub struct Supervisor {
     /// Bytes that a rank shares with the others; 0 while the cases are not known.
     shared_bytes: usize,
     memory: BTreeMap<usize, Taken>,
+    /// Seconds that workers took to start.
+    starting: f64,
+    /// The kernels that make inputs and check outputs, compiled; without them the host does both.
+    cubin: Option<PathBuf>,
 }
 
 /// The memory of a GPU that a run took.
@@ -144,7 +158,7 @@ struct Worker {
 }
 
 /// Why workers are no more.
-enum Gone {
+pub(super) enum Gone {
     /// Nothing can be run on this machine, or with this artifact.
     Never(Error),
     /// These workers are lost; what it was, in words.
@@ -172,6 +186,8 @@ impl Supervisor {
             handles: Vec::new(),
             shared_bytes: 0,
             memory: BTreeMap::new(),
+            starting: 0.0,
+            cubin: None,
         }
     }
 
@@ -250,6 +266,44 @@ impl Supervisor {
         if faults.is_empty() { Ok(()) } else { Err(self.dismiss(&faults.join("; "))) }
     }
 
+    /// The processes of the workers that are there.
+    pub fn processes_of_ranks(&self) -> Vec<u32> {
+        self.workers.iter().map(|worker| worker.child.id()).collect()
+    }
+
+    /// Seconds that all workers took to start, together.
+    pub fn starting(&self) -> f64 {
+        self.starting
+    }
+
+    /// Has all workers, and those that come later, make inputs and check outputs on the GPU, with these compiled kernels. Where
+    /// that does not work, the inner error says why, and the host goes on doing both.
+    pub fn load(&mut self, cubin: PathBuf) -> Result<Result<(), String>> {
+        self.cubin = Some(cubin);
+        match self.load_in(0) {
+            Err(Gone::Never(error)) => Err(error),
+            Err(Gone::Lost(how)) => {
+                self.cubin = None;
+                Ok(Err(how))
+            }
+            Ok(()) => Ok(Ok(())),
+        }
+    }
+
+    /// Has the workers from `first` on load the kernels.
+    fn load_in(&mut self, first: usize) -> Result<(), Gone> {
+        let (Some(cubin), count) = (self.cubin.clone(), self.workers.len()) else { return Ok(()) };
+        for at in first..count {
+            self.order_one(at, &Order::Load { cubin: cubin.clone() });
+        }
+        for answer in self.gather_within(first..count, self.crew.deadline + GRACE)? {
+            if !matches!(answer, Answer::Loaded) {
+                return Err(self.dismiss(&said(&answer)));
+            }
+        }
+        Ok(())
+    }
+
     /// The memory that was taken, by the ordinal of the GPU.
     pub fn memory(&self) -> &BTreeMap<usize, Taken> {
         &self.memory
@@ -291,7 +345,10 @@ impl Supervisor {
             played.verdict = if never_right.is_some() { Verdict::NotRun(why) } else { Verdict::Lost(why) };
             return Ok(played);
         }
-        match self.try_play(number, planned, &mut played) {
+        let started = Instant::now();
+        let ended = self.try_play(number, planned, &mut played);
+        played.seconds = started.elapsed().as_secs_f64();
+        match ended {
             Ok(()) => {}
             Err(Gone::Never(error)) => return Err(error),
             Err(Gone::Lost(how)) => {
@@ -378,7 +435,7 @@ impl Supervisor {
     }
 
     /// Starts workers until there are `count`.
-    fn staff(&mut self, count: usize) -> Result<(), Gone> {
+    pub(super) fn staff(&mut self, count: usize) -> Result<(), Gone> {
         let gpus = self.gpus();
         let first = self.workers.len();
         for at in first..count {
@@ -401,6 +458,7 @@ impl Supervisor {
             }
         }
         self.opened(first.max(1), count)?;
+        self.load_in(first)?;
         let to_share = self.crew.transport == Transport::Ipc && self.shared_bytes > 0 && self.handles.len() < count;
         if to_share { self.exchange(count) } else { Ok(()) }
     }
@@ -412,7 +470,8 @@ impl Supervisor {
         }
         for (answer, at) in self.gather_within(from..to, START)?.into_iter().zip(from..) {
             match answer {
-                Answer::Opened { devices, driver, tvm_ffi, unknown, free_bytes } => {
+                Answer::Opened { devices, driver, tvm_ffi, unknown, free_bytes, seconds } => {
+                    self.starting += seconds;
                     self.machine.get_or_insert(Machine { devices, driver, tvm_ffi, unknown });
                     let gpus = self.gpus();
                     let first = || Taken { free_at_first: free_bytes, ..Taken::default() };
@@ -427,7 +486,7 @@ impl Supervisor {
                 }
                 Answer::Broken(why) => {
                     return Err(Gone::Never(
-                        Error::new(crate::exit::Exit::Fault, "the artifact cannot be loaded")
+                        Error::new(Exit::Fault, "the artifact cannot be loaded")
                             .because(why)
                             .hint("`fi-arch inspect ARTIFACT` shows what it needs; --cudart and --tvm-ffi name other libraries"),
                     ));
@@ -448,6 +507,15 @@ impl Supervisor {
         command.arg(WORKER_VERB).stdin(Stdio::from(OwnedFd::from(theirs))).stdout(copy()?).stderr(copy()?);
         // Branches of a graph must not share a queue: one that waits would hold up the one it waits for.
         command.env(env::CUDA_DEVICE_MAX_CONNECTIONS, "32");
+        // NVLink multicast is no part of what an engine needs, and a fault in it can outlast the process.
+        if !env::is_set(env::NCCL_NVLS_ENABLE) {
+            command.env(env::NCCL_NVLS_ENABLE, "0");
+        }
+        // Workers do their host's work at the same time: each gets its part of the cores.
+        if !env::is_set(env::RAYON_NUM_THREADS) {
+            let cores = std::thread::available_parallelism().map_or(1, usize::from);
+            command.env(env::RAYON_NUM_THREADS, cores.div_ceil(self.processes(self.crew.ranks).max(1)).to_string());
+        }
         // A group of its own: Ctrl-C goes to the supervisor, which ends its workers itself.
         command.process_group(0);
         let child = command.spawn().map_err(|error| failed("start a worker", error))?;
@@ -470,18 +538,18 @@ impl Supervisor {
         Ok(Worker { id, child, orders, log, standing: Vec::new(), allocated_bytes: 0 })
     }
 
-    fn order(&mut self, count: usize, order: impl Fn(usize) -> Order) {
+    pub(super) fn order(&mut self, count: usize, order: impl Fn(usize) -> Order) {
         for at in 0..count {
             self.order_one(at, &order(at));
         }
     }
 
     /// Sends an order. That a worker is gone is seen when its answer is awaited.
-    fn order_one(&mut self, at: usize, order: &Order) {
+    pub(super) fn order_one(&mut self, at: usize, order: &Order) {
         let mut text = serde_json::to_vec(order).expect("an order is always JSON");
         text.push(b'\n');
         let worker = &mut self.workers[at];
-        if matches!(order, Order::Begin { .. }) {
+        if matches!(order, Order::Begin { .. } | Order::Bench(_)) {
             worker.standing.clear();
         }
         let _ = worker.orders.write_all(&text);
@@ -492,7 +560,7 @@ impl Supervisor {
     }
 
     /// One answer of each worker in `who`, in their order. `patience` counts from the last sign of life of any of them.
-    fn gather_within(&mut self, who: std::ops::Range<usize>, patience: Duration) -> Result<Vec<Answer>, Gone> {
+    pub(super) fn gather_within(&mut self, who: std::ops::Range<usize>, patience: Duration) -> Result<Vec<Answer>, Gone> {
         let mut found: Vec<Option<Answer>> = who.clone().map(|_| None).collect();
         let mut until = Instant::now() + patience;
         while let Some(missing) = found.iter().position(Option::is_none) {
@@ -520,6 +588,13 @@ impl Supervisor {
                         Some(Answer::Failed(why)) => {
                             let standing = self.standing();
                             return Err(self.dismiss(&format!("{}: {why}{standing}", self.name(at))));
+                        }
+                        Some(Answer::Ours(why)) => {
+                            let told = Error::new(Exit::Bug, "this program's own kernels and its own reference do not agree")
+                                .because(why)
+                                .hint("that is a fault of fi-arch, not of the artifact: please report it; --compare host runs without the kernels");
+                            self.dismiss("no verdict can be trusted");
+                            return Err(Gone::Never(told));
                         }
                         Some(answer) if who.contains(&at) => {
                             found[at - who.start] = Some(answer);
@@ -602,7 +677,7 @@ impl Supervisor {
     }
 
     /// Ends all workers: what one of them shares with the others cannot be trusted any more.
-    fn dismiss(&mut self, why: &str) -> Gone {
+    pub(super) fn dismiss(&mut self, why: &str) -> Gone {
         self.handles.clear();
         self.workers.iter_mut().for_each(kill);
         for mut worker in self.workers.drain(..) {
@@ -676,6 +751,7 @@ fn merge(all: &mut Outcome, one: &Outcome) {
         all.wrong.clone_from(&one.wrong);
     }
     all.beyond_a_race |= one.beyond_a_race;
+    all.spent.add(&one.spent);
     all.right = if all.micros.is_empty() { one.right } else { all.right.min(one.right) };
     all.error = all.error.max(one.error);
     all.of_bound = all.of_bound.max(one.of_bound);
@@ -688,9 +764,9 @@ fn merge(all: &mut Outcome, one: &Outcome) {
 }
 
 /// An answer that was not hoped for, in words.
-fn said(answer: &Answer) -> String {
+pub(super) fn said(answer: &Answer) -> String {
     match answer {
-        Answer::Skipped(why) | Answer::Failed(why) | Answer::Lacks(why) | Answer::Broken(why) => why.clone(),
+        Answer::Skipped(why) | Answer::Failed(why) | Answer::Lacks(why) | Answer::Broken(why) | Answer::Ours(why) => why.clone(),
         Answer::Ended(Outcome { wrong: Some(what), .. }) => what.clone(),
         other => format!("a worker answered out of turn ({other:?})"),
     }

@@ -5,8 +5,9 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use super::fault::{Planted, planted};
-use super::protocol::{Answer, Line, Order};
+use super::bench::worker::Bench;
+use super::fault;
+use super::protocol::{Answer, Clock, Line, Order};
 use super::stage::{Play, Stage, Trouble, Unopened};
 
 /// Serves the supervisor whose socket is this process's standard input, until it goes away.
@@ -15,9 +16,13 @@ pub fn serve() -> io::Result<()> {
     let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
     let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
     let mut line = Line::new(socket)?;
-    let mut worker = Worker { stage: None, play: None };
+    let mut worker = Worker::default();
+    let mut clock = Clock::start();
     while let Some(order) = line.receive::<Order>()? {
-        match worker.obey(order, &mut line) {
+        worker.waited += clock.lap();
+        let obeyed = worker.obey(order, &mut line);
+        clock.lap();
+        match obeyed {
             Ok(()) => {}
             Err(End::Io(error)) => return Err(error),
             Err(End::Lost) => {
@@ -43,15 +48,21 @@ impl From<io::Error> for End {
     }
 }
 
+#[derive(Default)]
 struct Worker {
+    bench: Bench,
     stage: Option<Stage>,
     play: Option<Play>,
+    /// Seconds of waiting for orders that no outcome has told yet.
+    waited: f64,
 }
 
 impl Worker {
     fn obey(&mut self, order: Order, line: &mut Line) -> Result<(), End> {
         if let Order::Open { artifact, tvm_ffi, cudart, device, deadline_ms } = &order {
             let deadline = Duration::from_millis(*deadline_ms);
+            self.waited = 0.0;
+            let mut clock = Clock::start();
             return match Stage::open(artifact, tvm_ffi, cudart.as_deref(), *device, deadline) {
                 Ok(stage) => {
                     let answer = Answer::Opened {
@@ -60,6 +71,7 @@ impl Worker {
                         tvm_ffi: stage.tvm_ffi_version(),
                         unknown: stage.unknown.clone(),
                         free_bytes: stage.free_bytes,
+                        seconds: clock.lap(),
                     };
                     self.stage = Some(stage);
                     Ok(line.send(&answer)?)
@@ -77,6 +89,7 @@ impl Worker {
             Order::Map { handles } => stage.map(&handles).map(|faults| Answer::Probed { faults }),
             Order::Unmap => {
                 self.play = None;
+                self.bench.release();
                 stage.unmap();
                 Ok(Answer::Closed)
             }
@@ -89,7 +102,12 @@ impl Worker {
                 })
             }
             Order::Connect => with(&mut self.play, |play| play.connect(stage).map(|kernels| Answer::Ready { kernels })),
-            Order::Go => return go(stage, &mut self.play, line),
+            Order::Go => return go(stage, &mut self.play, line, &mut self.waited),
+            Order::Load { cubin } => stage.load(&cubin).map(|()| Answer::Loaded),
+            Order::Bench(order) => self.bench.obey(stage, order, &mut |rank, replay| {
+                // A supervisor that went away is seen at the next order.
+                let _ = line.send(&Answer::At { rank, replay });
+            }),
             Order::Probe => stage.probe().map(|()| Answer::Probed { faults: Vec::new() }),
             Order::ProbePeers => stage.probe_peers().map(|faults| Answer::Probed { faults }),
             Order::ProbeOwn => stage.probe_own().map(|faults| Answer::Probed { faults }),
@@ -107,7 +125,8 @@ fn settle(answer: Result<Answer, Trouble>, line: &mut Line) -> Result<(), End> {
     let (answer, lost) = match answer {
         Ok(answer) => (answer, false),
         Err(Trouble::Skip(why)) => (Answer::Skipped(why), false),
-        Err(Trouble::Wrong(what) | Trouble::Off(what)) => {
+        Err(Trouble::Ours(what)) => (Answer::Ours(what), false),
+        Err(Trouble::Wrong(what)) => {
             let outcome = super::protocol::Outcome { wrong: Some(what), beyond_a_race: true, ..Default::default() };
             (Answer::Ended(outcome), false)
         }
@@ -118,25 +137,24 @@ fn settle(answer: Result<Answer, Trouble>, line: &mut Line) -> Result<(), End> {
     if lost { Err(End::Lost) } else { Ok(()) }
 }
 
-/// All replays, or one where the case goes in step with other workers.
-fn go(stage: &Stage, play: &mut Option<Play>, line: &mut Line) -> Result<(), End> {
+/// All replays, or one where the case goes in step with other workers. `waited`: seconds of waiting for orders so far.
+fn go(stage: &Stage, play: &mut Option<Play>, line: &mut Line, waited: &mut f64) -> Result<(), End> {
     let Some(play) = play else { return settle(Err(Trouble::Failed("no case was begun".to_owned())), line) };
     loop {
         for rank in play.hosted().collect::<Vec<_>>() {
             line.send(&Answer::At { rank, replay: play.replays_done() })?;
-            match planted() {
-                Some(Planted::Absent(absent)) if (absent, 1) == (rank, play.replays_done()) => loop {
-                    std::thread::sleep(Duration::from_secs(3600));
-                },
-                Some(Planted::Dies(dies)) if (dies, 1) == (rank, play.replays_done()) => std::process::abort(),
-                _ => {}
-            }
+            fault::strike(rank, play.replays_done());
         }
         match play.replay(stage) {
-            Ok(true) => return settle(play.outcome(stage).map(Answer::Ended), line),
+            Ok(true) => {
+                let waited = std::mem::take(waited);
+                return settle(play.outcome(stage, waited).map(Answer::Ended), line);
+            }
             Ok(false) if play.case().in_step() => {
                 line.send(&Answer::Stepped)?;
+                let mut clock = Clock::start();
                 let Some(Order::Go) = line.receive::<Order>()? else { return Err(End::Lost) };
+                *waited += clock.lap();
             }
             Ok(false) => {}
             Err(trouble) => return settle(Err(trouble), line),

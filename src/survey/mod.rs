@@ -13,5 +13,6 @@ pub use archive::Archive;
 pub use environment::{Environment, environment, python_path};
 pub use gpus::{Gpu, gpus, gpus_of_this_boot};
 pub use packages::{
-    FlashInfer, Package, Torch, TvmFfi, cudarts, flashinfer, flashinfer_at, package, record, torch, tvm_ffi, tvm_ffi_in,
+    FlashInfer, Package, Torch, TvmFfi, cuda_libraries, cudarts, flashinfer, flashinfer_at, package, record, torch, tvm_ffi,
+    tvm_ffi_in,
 };

@@ -129,23 +129,29 @@ pub fn torch(env: &Environment) -> Result<Option<Torch>> {
     Ok(Some(Torch { version, cuda, cxx11_abi }))
 }
 
-/// The CUDA runtimes (`libcudart.so.12`, …) that the packages of `env` bring: those of NVIDIA's wheels in the order in which
-/// Python would find them, then that of a conda prefix. torch loads the one that it was built with; others may lie beside it.
+/// The CUDA runtimes (`libcudart.so.12`, …) that the packages of `env` bring. torch loads the one that it was built with; others may
+/// lie beside it.
 pub fn cudarts(env: &Environment) -> Vec<PathBuf> {
+    cuda_libraries(env, "cuda_runtime", "libcudart.so.")
+}
+
+/// The libraries whose file name begins with `name` that the packages of `env` bring: those of NVIDIA's wheels in the order in
+/// which Python would find them, then those of a conda prefix. CUDA 12's wheels have a folder for each library, `wheel`; CUDA 13's
+/// have one for all, `cu13`.
+pub fn cuda_libraries(env: &Environment, wheel: &str, name: &str) -> Vec<PathBuf> {
     let wheels = Search::new(env).folders.into_iter().flat_map(|folder| {
         let nvidia = folder.dir.join("nvidia");
-        // CUDA 12's wheels have a folder for each library, CUDA 13's one for all: `cu13`.
         let newer = sorted(&nvidia).into_iter().filter(|dir| {
             let name = dir.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_prefix("cu"));
             name.is_some_and(|rest| !rest.is_empty() && rest.bytes().all(|b| b.is_ascii_digit()))
         });
-        std::iter::once(nvidia.join("cuda_runtime")).chain(newer).map(|dir| dir.join("lib")).collect::<Vec<_>>()
+        std::iter::once(nvidia.join(wheel)).chain(newer).map(|dir| dir.join("lib")).collect::<Vec<_>>()
     });
-    let is_cudart = |file: &PathBuf| {
-        let name = file.file_name().and_then(|name| name.to_str());
-        name.is_some_and(|name| name.starts_with("libcudart.so.")) && file.is_file()
+    let is_it = |file: &PathBuf| {
+        let file_name = file.file_name().and_then(|name| name.to_str());
+        file_name.is_some_and(|file_name| file_name.starts_with(name)) && file.is_file()
     };
-    wheels.chain([env.prefix.join("lib")]).flat_map(|dir| sorted(&dir)).filter(is_cudart).collect()
+    wheels.chain([env.prefix.join("lib")]).flat_map(|dir| sorted(&dir)).filter(is_it).collect()
 }
 
 /// What lies in a folder, by name; nothing where it cannot be read.

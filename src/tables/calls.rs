@@ -1,5 +1,6 @@
 //! How the functions of a module are called: `calls.toml` read into types.
 
+use std::collections::BTreeMap;
 use std::str::FromStr;
 use std::sync::OnceLock;
 
@@ -14,6 +15,8 @@ pub struct Calls {
     pub functions: Vec<Function>,
     #[serde(rename = "pattern")]
     pub patterns: Vec<Pattern>,
+    #[serde(rename = "oneshot")]
+    pub oneshots: Vec<OneShot>,
     #[serde(rename = "fault")]
     pub faults: Vec<Fault>,
 }
@@ -118,6 +121,40 @@ pub enum Quant {
     Mxfp8,
 }
 
+/// When FlashInfer's Python takes the one-shot kernels, where its caller leaves that open.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OneShot {
+    pub function: String,
+    #[serde(deserialize_with = "super::from_str")]
+    pub releases: VersionSpecifiers,
+    /// By number of ranks: most MiB of twice all ranks' inputs. A number of ranks that is not here is refused.
+    #[serde(deserialize_with = "by_number")]
+    mib: BTreeMap<usize, usize>,
+    /// Most bytes of a rank's part of the Lamport buffer.
+    most_bytes: usize,
+}
+
+/// TOML's keys are texts.
+fn by_number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<usize, usize>, D::Error> {
+    let texts = BTreeMap::<String, usize>::deserialize(deserializer)?;
+    let number = |text: String| text.parse().map_err(|_| serde::de::Error::custom(format!("`{text}` is no number of ranks")));
+    texts.into_iter().map(|(text, value)| Ok((number(text)?, value))).collect()
+}
+
+impl OneShot {
+    /// Whether one-shot is taken for inputs of `bytes` in each of `ranks`; none where so many ranks are refused.
+    pub fn takes(&self, ranks: usize, bytes: usize) -> Option<bool> {
+        let most = self.mib.get(&ranks)? << 20;
+        Some(2 * ranks * bytes <= most && self.holds(ranks, bytes))
+    }
+
+    /// Whether the one-shot kernels can be used at all: their buffer has room.
+    pub fn holds(&self, ranks: usize, bytes: usize) -> bool {
+        ranks * bytes <= self.most_bytes
+    }
+}
+
 /// What a function is known to do wrong, whatever it is compiled for.
 #[derive(Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -172,6 +209,15 @@ impl Calls {
     /// The pattern of that code.
     pub fn pattern(&self, code: i64) -> Option<&Pattern> {
         self.patterns.iter().find(|pattern| pattern.code == code)
+    }
+
+    /// The rule of a release for one-shot; of an unknown release, that of the newest.
+    pub fn oneshot(&self, function: &str, release: Option<&Version>) -> Option<&OneShot> {
+        let mut rules = self.oneshots.iter().filter(|rule| rule.function == function);
+        match release {
+            Some(release) => rules.find(|rule| rule.releases.contains(release)),
+            None => rules.next_back(),
+        }
     }
 
     /// What is inconsistent; empty when nothing is.
@@ -249,6 +295,20 @@ mod tests {
                     assert_ne!(pair[0].files.get(file), pair[1].files.get(file), "{text}, {file} does not");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn one_shot_is_taken_up_to_the_size_of_the_release_s_own_rule() {
+        let rule = |release: &str| calls().oneshot("trtllm_allreduce_fusion", Some(&release.parse().unwrap()));
+        assert!(rule("0.4.1").is_none(), "it goes by another rule");
+        for rule in [rule("0.6.4"), rule("0.7.4"), calls().oneshot("trtllm_allreduce_fusion", None)] {
+            let takes = |ranks, tokens: usize| rule.unwrap().takes(ranks, tokens * 7168 * 2);
+            assert_eq!((takes(2, 2048), takes(2, 16384)), (Some(true), Some(false)));
+            assert_eq!((takes(4, 585), takes(4, 586)), (Some(true), Some(false)));
+            assert_eq!((takes(8, 192), takes(8, 193)), (Some(true), Some(false)));
+            assert_eq!(takes(16, 1), None);
+            assert!(!rule.unwrap().holds(8, 1 << 30));
         }
     }
 

@@ -2,6 +2,7 @@
 //!
 //! Tests that fetch wheels need the network (PyPI through pip) and fail without it; they never skip.
 
+mod bench;
 mod build;
 mod bundle;
 mod consumer;

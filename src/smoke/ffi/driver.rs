@@ -3,7 +3,8 @@
 //! Unsafe, because every call goes into libcuda with raw pointers. What keeps it sound: handles are made here and live in
 //! types that own them; host memory is passed as slices, whose length is what is copied; device addresses go only to the
 //! driver and to kernels, never through Rust references. Memory and streams are dropped only while their context lives
-//! (each holds it), and a process whose GPU hangs exits without dropping anything.
+//! (each holds it), and a process whose GPU hangs exits without dropping anything. A kernel of our own gets as many arguments,
+//! of the sizes that its code says it takes.
 //!
 //! What is written or filled here goes onto a stream that the caller names, never onto the default one: other streams do not
 //! wait for that, so a kernel could run before what it reads is there.
@@ -11,7 +12,7 @@
 //! Only plain device memory (`cuMemAlloc`) is used: no managed memory, no virtual memory objects, no multicast.
 #![allow(unsafe_code)]
 
-use std::ffi::CStr;
+use std::ffi::{CStr, CString};
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -150,11 +151,39 @@ impl Driver {
         })
     }
 
+    /// What the driver says of the link from one GPU to the other.
+    pub fn link(self, one: usize, other: usize) -> Result<LinkInfo> {
+        use sys::CUdevice_P2PAttribute as Attribute;
+        let attribute = |which| {
+            let mut value = 0;
+            call!(cuDeviceGetP2PAttribute(&mut value, which, one as i32, other as i32)).map(|()| value)
+        };
+        Ok(LinkInfo {
+            from: one,
+            to: other,
+            peer_access: attribute(Attribute::CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED)? != 0,
+            native_atomics: attribute(Attribute::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED)? != 0,
+            performance_rank: attribute(Attribute::CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK)?,
+        })
+    }
+
     /// Whether the driver says that one GPU can read and write the memory of the other. It may say so where it cannot.
     pub fn says_peers(self, one: usize, other: usize) -> Result<bool> {
         let mut can = 0;
         call!(cuDeviceCanAccessPeer(&mut can, one as i32, other as i32)).map(|()| can != 0)
     }
+}
+
+/// The link from one GPU to another, as the driver tells it.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct LinkInfo {
+    pub from: usize,
+    pub to: usize,
+    pub peer_access: bool,
+    /// All atomic operations work over the link: NVLink has them, PCIe does not.
+    pub native_atomics: bool,
+    /// Relative: a lower number is a faster link.
+    pub performance_rank: i32,
 }
 
 /// The primary context of a GPU: the one that the CUDA runtime in the artifact uses too.
@@ -234,6 +263,14 @@ impl Context {
         Ok(Event { event, _context: self.clone() })
     }
 
+    /// Loads machine code (a cubin), such as NVRTC makes.
+    /// `cuModuleLoadData`, <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MODULE.html>.
+    pub fn load(&self, image: &[u8]) -> Result<Code> {
+        let mut module = ptr::null_mut();
+        call!(cuModuleLoadData(&mut module, image.as_ptr().cast()))?;
+        Ok(Code(Arc::new(Loaded { module, _context: self.clone() })))
+    }
+
     /// Maps memory of another process. Peer access is enabled by the driver on the way.
     pub fn open_peer(&self, handle: &IpcHandle) -> Result<PeerMemory> {
         let mut raw = sys::CUipcMemHandle { reserved: [0; 64] };
@@ -245,6 +282,98 @@ impl Context {
         call!(cuIpcOpenMemHandle_v2(&mut address, raw, flags))?;
         Ok(PeerMemory { address, _context: self.clone() })
     }
+}
+
+/// Machine code of ours in a context; unloaded with the last of its functions.
+#[derive(Debug, Clone)]
+pub struct Code(Arc<Loaded>);
+
+#[derive(Debug)]
+struct Loaded {
+    module: sys::CUmodule,
+    _context: Context,
+}
+
+// As a context: any thread may use it, and the driver locks it.
+unsafe impl Send for Loaded {}
+unsafe impl Sync for Loaded {}
+
+impl Drop for Loaded {
+    fn drop(&mut self) {
+        let _ = call!(cuModuleUnload(self.module));
+    }
+}
+
+impl Code {
+    /// The kernel of that name; names of C++ are mangled unless it is declared `extern "C"`.
+    pub fn function(&self, name: &str) -> Result<Function> {
+        let text = CString::new(name).map_err(|_| CudaError { call: "cuModuleGetFunction", name: format!("no name: {name}") })?;
+        let mut function = ptr::null_mut();
+        call!(cuModuleGetFunction(&mut function, self.0.module, text.as_ptr()))?;
+        let mut parameters = Vec::new();
+        let (mut offset, mut size) = (0, 0);
+        // The number of parameters is where the driver finds no further one.
+        while unsafe { sys::cuFuncGetParamInfo(function, parameters.len(), &mut offset, &mut size) } == CUresult::CUDA_SUCCESS {
+            parameters.push(size);
+        }
+        Ok(Function { function, name: name.to_owned(), parameters, _code: self.clone() })
+    }
+}
+
+/// A kernel of ours.
+#[derive(Debug, Clone)]
+pub struct Function {
+    function: sys::CUfunction,
+    name: String,
+    /// The bytes of each parameter, as the code says.
+    parameters: Vec<usize>,
+    _code: Code,
+}
+
+/// An argument of a kernel of ours.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Parameter {
+    /// An address of the GPU's.
+    Address(u64),
+    I32(i32),
+    U32(u32),
+    I64(i64),
+    U64(u64),
+    F32(f32),
+    F64(f64),
+}
+
+impl Parameter {
+    fn bytes(self) -> usize {
+        match self {
+            Self::I32(_) | Self::U32(_) | Self::F32(_) => 4,
+            Self::Address(_) | Self::I64(_) | Self::U64(_) | Self::F64(_) => 8,
+        }
+    }
+
+    /// The value in the low bytes, as a kernel reads it.
+    fn word(self) -> u64 {
+        match self {
+            Self::I32(value) => u64::from(value as u32),
+            Self::U32(value) => value.into(),
+            Self::F32(value) => value.to_bits().into(),
+            Self::I64(value) => value as u64,
+            Self::Address(value) | Self::U64(value) => value,
+            Self::F64(value) => value.to_bits(),
+        }
+    }
+}
+
+/// How a kernel of ours is launched.
+#[derive(Debug, Clone, Copy)]
+pub struct Shape {
+    pub blocks: u32,
+    pub threads: u32,
+    /// Bytes of shared memory beside what the kernel declares.
+    pub shared_bytes: u32,
+    /// It may start before the kernel ahead of it has ended (programmatic dependent launch): it waits itself, by
+    /// `griddepcontrol.wait`.
+    pub overlaps: bool,
 }
 
 /// Device memory of this process, or a part of it. What was allocated is freed with its last part.
@@ -402,19 +531,48 @@ impl Stream {
         call!(cuStreamWaitEvent(self.stream, event.event, 0))
     }
 
-    /// From now on what is put on this stream, and on streams that wait for it, goes into a graph.
-    pub fn begin_capture(&self) -> Result<()> {
-        call!(cuStreamBeginCapture_v2(self.stream, sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED))
-    }
-
-    pub fn end_capture(&self) -> Result<Graph> {
+    /// A graph of what `put` puts on this stream, and on streams that wait for it.
+    pub fn capture<E: From<CudaError>>(&self, put: impl FnOnce() -> std::result::Result<(), E>) -> std::result::Result<Graph, E> {
+        call!(cuStreamBeginCapture_v2(self.stream, sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED))?;
+        let put = put();
         let mut graph = ptr::null_mut();
-        call!(cuStreamEndCapture(self.stream, &mut graph))?;
-        Ok(Graph { graph })
+        let ended = call!(cuStreamEndCapture(self.stream, &mut graph)).map(|()| Graph { graph });
+        // The end of a capture that failed only says that it failed.
+        put?;
+        Ok(ended?)
     }
 
     pub fn launch(&self, graph: &Executable) -> Result<()> {
         call!(cuGraphLaunch(graph.exec, self.stream))
+    }
+
+    /// Puts a kernel of ours onto the stream. Refused where the arguments are not of the sizes that its code says.
+    /// `cuLaunchKernelEx`, <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__EXEC.html>.
+    pub fn run(&self, function: &Function, shape: Shape, arguments: &[Parameter]) -> Result<()> {
+        if !arguments.iter().map(|argument| argument.bytes()).eq(function.parameters.iter().copied()) {
+            let name = format!("{} takes parameters of {:?} bytes, not {arguments:?}", function.name, function.parameters);
+            return Err(CudaError { call: "cuLaunchKernelEx", name });
+        }
+        let mut words: Vec<u64> = arguments.iter().map(|argument| argument.word()).collect();
+        let mut pointers: Vec<*mut std::ffi::c_void> = words.iter_mut().map(|word| ptr::from_mut(word).cast()).collect();
+        // Zero is a valid value of every field of this plain C structure.
+        let mut attribute: sys::CUlaunchAttribute = unsafe { std::mem::zeroed() };
+        attribute.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        attribute.value.programmaticStreamSerializationAllowed = 1;
+        let config = sys::CUlaunchConfig {
+            gridDimX: shape.blocks,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: shape.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shape.shared_bytes,
+            hStream: self.stream,
+            attrs: &mut attribute,
+            numAttrs: u32::from(shape.overlaps),
+        };
+        // The arguments are copied before it returns.
+        call!(cuLaunchKernelEx(&config, function.function, pointers.as_mut_ptr(), ptr::null_mut()))
     }
 
     /// Whether all work on the stream is done; an error where it failed.
@@ -441,6 +599,21 @@ impl Drop for Event {
 impl Event {
     pub fn record(&self, stream: &Stream) -> Result<()> {
         call!(cuEventRecord(self.event, stream.stream))
+    }
+
+    /// In a capture: every launch of the graph records the event at this place.
+    /// `cuEventRecordWithFlags`, <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__EVENT.html>.
+    pub fn record_in_graph(&self, stream: &Stream) -> Result<()> {
+        let flags = sys::CUevent_record_flags::CU_EVENT_RECORD_EXTERNAL as u32;
+        call!(cuEventRecordWithFlags(self.event, stream.stream, flags))
+    }
+
+    /// Whether all work before it is done; an error where it failed.
+    pub fn is_past(&self) -> Result<bool> {
+        match unsafe { sys::cuEventQuery(self.event) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            other => check("cuEventQuery", other).map(|()| true),
+        }
     }
 
     /// Microseconds from `earlier` to this; both must have passed.
@@ -479,6 +652,15 @@ pub struct Kernel {
 impl Graph {
     /// The kernels of the graph.
     pub fn kernels(&self) -> Result<Vec<Kernel>> {
+        self.kernel_nodes()?.into_iter().map(kernel).collect()
+    }
+
+    /// The mangled names of its kernels, in no order.
+    pub fn kernel_names(&self) -> Result<Vec<String>> {
+        self.kernel_nodes()?.into_iter().map(|node| launched(node).and_then(|(_, function)| name_of(function))).collect()
+    }
+
+    fn kernel_nodes(&self) -> Result<Vec<sys::CUgraphNode>> {
         let mut count = 0;
         call!(cuGraphGetNodes(self.graph, ptr::null_mut(), &mut count))?;
         let mut nodes = vec![ptr::null_mut(); count];
@@ -488,7 +670,7 @@ impl Graph {
             let mut kind = sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_EMPTY;
             call!(cuGraphNodeGetType(node, &mut kind))?;
             if kind == sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_KERNEL {
-                kernels.push(kernel(node)?);
+                kernels.push(node);
             }
         }
         Ok(kernels)
@@ -501,19 +683,30 @@ impl Graph {
     }
 }
 
-fn kernel(node: sys::CUgraphNode) -> Result<Kernel> {
-    // Zero is a valid value of every field of these plain C structures.
+/// What a kernel node launches, and how.
+fn launched(node: sys::CUgraphNode) -> Result<(sys::CUDA_KERNEL_NODE_PARAMS, sys::CUfunction)> {
+    // Zero is a valid value of every field of this plain C structure.
     let mut params: sys::CUDA_KERNEL_NODE_PARAMS = unsafe { std::mem::zeroed() };
     call!(cuGraphKernelNodeGetParams_v2(node, &mut params))?;
     let mut function = params.func;
     if function.is_null() {
         call!(cuKernelGetFunction(&mut function, params.kern))?;
     }
+    Ok((params, function))
+}
+
+fn name_of(function: sys::CUfunction) -> Result<String> {
     let mut name = ptr::null();
     call!(cuFuncGetName(&mut name, function))?;
     // The driver keeps the name as long as the function is loaded.
-    let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
+    Ok(unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned())
+}
 
+fn kernel(node: sys::CUgraphNode) -> Result<Kernel> {
+    let (params, function) = launched(node)?;
+    let name = name_of(function)?;
+
+    // Zero is a valid value of every field of these plain C structures.
     let mut value: sys::CUlaunchAttributeValue = unsafe { std::mem::zeroed() };
     let which = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
     call!(cuGraphKernelNodeGetAttribute(node, which, &mut value))?;

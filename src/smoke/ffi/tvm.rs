@@ -10,9 +10,10 @@ use std::ffi::{c_char, c_int, c_void};
 use std::mem::{offset_of, size_of};
 use std::path::Path;
 
-use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+use libloading::os::unix::Library;
 
 use super::StreamHandle;
+use super::library::{load, symbol, within};
 use crate::smoke::numbers::DType;
 
 /// `DLDevice`.
@@ -192,42 +193,21 @@ pub struct Module {
     _libraries: Vec<Library>,
 }
 
-/// Loads a shared object so that what is loaded later finds its symbols; stays loaded.
-fn load(path: &Path) -> Result<Library, String> {
-    // Running a library's constructors is what loading one means; the user named it or the survey found it.
-    unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }.map_err(|error| reason(&error))
-}
-
-fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, String> {
-    // The caller gives the type that the header declares for this name.
-    unsafe { library.get::<T>(name.as_bytes()) }.map(|symbol| *symbol).map_err(|error| reason(&error))
-}
-
-/// What the dynamic loader said: the error itself only says which of its functions failed.
-fn reason(error: &libloading::Error) -> String {
-    std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
-}
-
 impl Module {
     /// Loads `before` (a libcudart, where the artifact needs one), libtvm_ffi and the artifact, in this order.
     pub fn open(before: Option<&Path>, tvm_ffi: &Path, artifact: &Path) -> Result<Self, String> {
-        let within = |path: &Path, error: String| {
-            let path = path.display().to_string();
-            // The loader mostly names the file itself.
-            if error.contains(&path) { format!("cannot load {error}") } else { format!("cannot load {path}: {error}") }
-        };
         let mut libraries = Vec::new();
         if let Some(path) = before {
-            libraries.push(load(path).map_err(|error| within(path, error))?);
+            libraries.push(load(path)?);
         }
-        let ffi = load(tvm_ffi).map_err(|error| within(tvm_ffi, error))?;
-        let no = |error| within(tvm_ffi, error);
+        let ffi = load(tvm_ffi)?;
+        let no = |why: String| within(tvm_ffi, &why);
         let set_stream = symbol(&ffi, "TVMFFIEnvSetStream").map_err(no)?;
         let move_from_raised = symbol(&ffi, "TVMFFIErrorMoveFromRaised").map_err(no)?;
         let dec_ref = symbol(&ffi, "TVMFFIObjectDecRef").map_err(no)?;
         let get_version = symbol(&ffi, "TVMFFIGetVersion").ok();
         libraries.push(ffi);
-        let artifact = load(artifact).map_err(|error| within(artifact, error))?;
+        let artifact = load(artifact)?;
         Ok(Self { artifact, set_stream, move_from_raised, dec_ref, get_version, _libraries: libraries })
     }
 

@@ -1,22 +1,19 @@
 // An artifact with a kernel for its target, whose functions run on the host. FAKE_ARTIFACT: `lazy`, it does nothing; `raises`; `dies`.
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#define API extern "C" __attribute__((visibility("default"))) int
+#include "fake.h"
 
 extern "C" __global__ void kernel(int* p) { p[threadIdx.x] = 1; }
 extern "C" void fake_raise(const char* kind, const char* message);
-struct value { int32_t index; uint32_t padding; union { int64_t number; struct { uint8_t code, bits; uint16_t lanes; } dtype; }; };
+struct tensor { void* data; };
+struct value { int32_t index; uint32_t padding; union { int64_t number; double real; tensor* of; struct { uint8_t code, bits; uint16_t lanes; } dtype; }; };
 
 API __tvm_ffi_trtllm_lamport_initialize(void*, const value* args, int32_t count, value*) {
   if (count != 3) {
     fake_raise("TypeError", "Mismatched number of arguments when calling: `trtllm_lamport_initialize(0: int, 1: int, 2: DataType) -> void`. Expected 3 but got 0 arguments");
     return -1;
   }
-  const char* how = getenv("FAKE_ARTIFACT");
-  if (how && !strcmp(how, "raises")) { fake_raise("ValueError", "it does not like <this> & that"); return -1; }
-  if (how && !strcmp(how, "dies")) abort();
-  if (how && !strcmp(how, "lazy")) return 0;
+  if (is("FAKE_ARTIFACT", "raises")) { fake_raise("ValueError", "it does not like <this> & that"); return -1; }
+  if (is("FAKE_ARTIFACT", "dies")) abort();
+  if (is("FAKE_ARTIFACT", "lazy")) return 0;
   for (int64_t at = 0; at < args[1].number; at++) {
     if (args[2].dtype.bits == 16) ((uint16_t*)args[0].number)[at] = 0x8000;
     else ((uint32_t*)args[0].number)[at] = 0x80000000u;

@@ -1,11 +1,18 @@
-// A driver without a GPU, for tests of `smoke`: memory is the host's, a stream does its work at once, an IPC handle names nothing.
+// A driver without a GPU: memory is the host's, a stream does its work at once, an IPC handle names nothing.
 // FAKE_SM: the target of its GPUs; FAKE_GPUS: how many there are; FAKE_VERSION: the CUDA that it speaks, 13000 for 13.0;
 // FAKE_HUNG: no stream ever ends; FAKE_IPC: `refused`, or `lost` where what is mapped is other memory.
+// FAKE_SHARED: a folder; memory is files in it, so that a handle names memory that another process can map.
+// A graph is a list of functions, which run when it is launched: those of one stream in their order, streams beside each other, since
+// ranks wait for each other. Events tell a time of its own, which each function moves on.
+#include <fcntl.h>
+#include <pthread.h>
 #include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#define API __attribute__((visibility("default"))) int
+#include <stdio.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "fake.h"
 
 static long set(const char* name, long otherwise) {
   const char* text = getenv(name);
@@ -33,8 +40,42 @@ API cuDevicePrimaryCtxRelease_v2(int device) { return 0; }
 API cuCtxSetCurrent(void* context) { return 0; }
 API cuCtxSynchronize(void) { return 0; }
 API cuMemGetInfo_v2(size_t* left, size_t* total) { *left = *total = (size_t)1 << 34; return 0; }
-API cuMemAlloc_v2(uint64_t* address, size_t bytes) { *address = (uint64_t)calloc(1, bytes); return 0; }
-API cuMemFree_v2(uint64_t address) { free((void*)address); return 0; }
+
+static struct { uint64_t address; size_t bytes; char name[40]; } blocks[4096];
+static int count;
+
+static int map(const char* name, int how, size_t bytes, uint64_t* address) {
+  char path[4096];
+  snprintf(path, sizeof path, "%s/%s", getenv("FAKE_SHARED"), name);
+  int file = open(path, how, 0600);
+  if (file < 0 || (bytes && ftruncate(file, bytes))) return 999;
+  struct stat is;
+  fstat(file, &is);
+  void* at = mmap(NULL, is.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  close(file);
+  *address = (uint64_t)at;
+  return at == MAP_FAILED ? 999 : 0;
+}
+
+API cuMemAlloc_v2(uint64_t* address, size_t bytes) {
+  if (!getenv("FAKE_SHARED")) { *address = (uint64_t)calloc(1, bytes); return 0; }
+  if (count == 4096) return 2;
+  blocks[count].bytes = bytes;
+  snprintf(blocks[count].name, sizeof blocks[count].name, "%d-%d", (int)getpid(), count);
+  int result = map(blocks[count].name, O_RDWR | O_CREAT, bytes, address);
+  blocks[count++].address = *address;
+  return result;
+}
+API cuMemFree_v2(uint64_t address) {
+  if (!getenv("FAKE_SHARED")) { free((void*)address); return 0; }
+  for (int at = 0; at < count; at++) {
+    if (blocks[at].address != address) continue;
+    munmap((void*)address, blocks[at].bytes);
+    // The next block may get the same address.
+    blocks[at].address = 0;
+  }
+  return 0;
+}
 API cuMemsetD8Async(uint64_t to, unsigned char byte, size_t count, void* stream) { memset((void*)to, byte, count); return 0; }
 API cuMemsetD16Async(uint64_t to, unsigned short word, size_t count, void* stream) {
   for (size_t at = 0; at < count; at++) ((unsigned short*)to)[at] = word;
@@ -42,18 +83,131 @@ API cuMemsetD16Async(uint64_t to, unsigned short word, size_t count, void* strea
 }
 API cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void* stream) { memcpy((void*)to, from, bytes); return 0; }
 API cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void* stream) { memcpy((void*)to, (void*)from, bytes); return 0; }
+API cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void* stream) { memcpy(to, (void*)from, bytes); return 0; }
 API cuMemcpyDtoH_v2(void* to, uint64_t from, size_t bytes) { memcpy(to, (void*)from, bytes); return 0; }
-API cuStreamCreate(void** stream, unsigned flags) { *stream = (void*)8; return 0; }
-API cuStreamDestroy_v2(void* stream) { return 0; }
+API cuStreamCreate(void** stream, unsigned flags) { *stream = malloc(1); return 0; }
+API cuStreamDestroy_v2(void* stream) { free(stream); return 0; }
+API cuStreamWaitEvent(void* stream, void* event, unsigned flags) { return 0; }
 API cuStreamQuery(void* stream) { return getenv("FAKE_HUNG") ? 600 : 0; }
-API cuEventCreate(void** event, unsigned flags) { *event = (void*)8; return 0; }
-API cuEventDestroy_v2(void* event) { return 0; }
-API cuIpcGetMemHandle(unsigned char* handle, uint64_t address) { memset(handle, 7, 64); return 0; }
+
+static double now;
+struct step { void* stream; void (*run)(void*); void* data; const char* kernel; double micros; struct step* next; };
+struct graph { struct step* first; int steps; };
+static struct graph captured;
+static struct step** last;
+
+int fake_put(void* stream, void (*run)(void*), void* data, const char* kernel, double micros) {
+  if (!last) { run(data); now += micros; return 0; }
+  struct step step = {stream, run, data, kernel, micros, NULL};
+  *last = memcpy(malloc(sizeof step), &step, sizeof step);
+  last = &(*last)->next;
+  captured.steps++;
+  return 0;
+}
+API cuStreamBeginCapture_v2(void* stream, int mode) { captured = (struct graph){NULL, 0}; last = &captured.first; return 0; }
+API cuStreamEndCapture(void* stream, struct graph** graph) {
+  *graph = memcpy(malloc(sizeof captured), &captured, sizeof captured);
+  last = NULL;
+  return 0;
+}
+API cuGraphGetNodes(struct graph* graph, struct step** nodes, size_t* size) {
+  if (nodes) { struct step* step = graph->first; for (size_t at = 0; at < *size; at++, step = step->next) nodes[at] = step; }
+  *size = graph->steps;
+  return 0;
+}
+API cuGraphNodeGetType(struct step* step, int* type) { *type = step->kernel ? 0 : 7; return 0; }
+struct params { const char* function; unsigned grid[3], block[3], shared; void *params, *extra, *kernel, *context; };
+API cuGraphKernelNodeGetParams_v2(struct step* step, struct params* params) {
+  *params = (struct params){step->kernel, {1, 1, 1}, {1, 1, 1}};
+  return 0;
+}
+API cuGraphKernelNodeGetAttribute(void* node, int which, void* value) { return 0; }
+API cuFuncGetName(const char** name, const char* function) { *name = function; return 0; }
+API cuOccupancyMaxActiveClusters(int* clusters, const char* function, void* config) { *clusters = 1000; return 0; }
+API cuGraphInstantiateWithFlags(struct graph** exec, struct graph* graph, unsigned long long flags) { *exec = graph; return 0; }
+
+// The steps of one stream, from its first on.
+static void* branch(void* first) {
+  for (struct step *own = first, *step = own; step; step = step->next) if (step->stream == own->stream) step->run(step->data);
+  return NULL;
+}
+API cuGraphLaunch(struct graph* graph, void* stream) {
+  struct step* branches[8];
+  double micros[8];
+  int count = 0;
+  for (struct step* step = graph->first; step; step = step->next) {
+    int at = 0;
+    while (at < count && branches[at]->stream != step->stream) at++;
+    if (at == 8) return 999;
+    if (at == count) { branches[count] = step; micros[count++] = 0; }
+    micros[at] += step->micros;
+  }
+  if (count == 1) {
+    // Events in it tell the time within.
+    for (struct step* step = graph->first; step; step = step->next) { step->run(step->data); now += step->micros; }
+    return 0;
+  }
+  pthread_t threads[8];
+  for (int at = 0; at < count; at++) if (pthread_create(&threads[at], NULL, branch, branches[at])) return 999;
+  double most = 0;
+  for (int at = 0; at < count; at++) {
+    pthread_join(threads[at], NULL);
+    most = micros[at] > most ? micros[at] : most;
+  }
+  now += most;
+  return 0;
+}
+API cuGraphDestroy(void* graph) { return 0; }
+API cuGraphExecDestroy(void* exec) { return 0; }
+
+API cuEventCreate(double** event, unsigned flags) { *event = calloc(1, sizeof **event); return 0; }
+API cuEventDestroy_v2(void* event) { free(event); return 0; }
+static void record(void* event) { *(double*)event = now; }
+API cuEventRecord(void* event, void* stream) { record(event); return 0; }
+API cuEventRecordWithFlags(void* event, void* stream, unsigned flags) { return fake_put(stream, record, event, NULL, 0); }
+API cuEventQuery(void* event) { return cuStreamQuery(NULL); }
+API cuEventElapsedTime_v2(float* millis, double* start, double* end) { *millis = (*end - *start) / 1e3; return 0; }
+API cuDeviceGetP2PAttribute(int* value, int which, int one, int other) { *value = which != 1; return 0; }
+
+// Kernels of our own run on the host (kernels.cpp), each within two microseconds.
+void fake_kernel(const char* name, unsigned blocks, const uint64_t* arguments);
+struct launch { const char* kernel; unsigned blocks; uint64_t arguments[8]; };
+static void run_kernel(void* data) {
+  struct launch* launch = data;
+  fake_kernel(launch->kernel, launch->blocks, launch->arguments);
+}
+// The bytes of a parameter; 0 where there is none.
+static size_t parameter(const char* kernel, size_t at) {
+  if (strstr(kernel, "add_rms_norm")) return at < 5 ? 8 : at < 7 ? 4 : 0;
+  return at < (strstr(kernel, "rows") ? 3 : strstr(kernel, "check") ? 5 : 4) ? 8 : 0;
+}
+API cuModuleLoadData(void** module, const char* image) { *module = (void*)8; return strncmp(image, "fake cubin", 10) ? 200 : 0; }
+API cuModuleUnload(void* module) { return 0; }
+API cuModuleGetFunction(char** function, void* module, const char* name) { *function = strdup(name); return 0; }
+API cuFuncGetParamInfo(const char* function, size_t at, size_t* offset, size_t* size) {
+  *offset = at * 8;
+  *size = parameter(function, at);
+  return *size ? 0 : 1;
+}
+struct config { unsigned grid[3], block[3], shared; void* stream; };
+API cuLaunchKernelEx(const struct config* config, const char* function, void** arguments, void** extra) {
+  struct launch launch = {function, config->grid[0], {0}};
+  for (size_t at = 0; parameter(function, at); at++) memcpy(&launch.arguments[at], arguments[at], parameter(function, at));
+  struct launch* kept = memcpy(malloc(sizeof launch), &launch, sizeof launch);
+  return fake_put(config->stream, run_kernel, kept, function, 2);
+}
+
+API cuIpcGetMemHandle(unsigned char* handle, uint64_t address) {
+  memset(handle, 7, 64);
+  for (int at = 0; at < count; at++) if (blocks[at].address == address) memcpy(handle, blocks[at].name, sizeof blocks[at].name);
+  return 0;
+}
 struct handle { unsigned char bytes[64]; };
 API cuIpcOpenMemHandle_v2(uint64_t* address, struct handle handle, unsigned flags) {
   const char* how = getenv("FAKE_IPC");
   if (how && !strcmp(how, "refused")) return 217;
+  if (getenv("FAKE_SHARED")) return map((const char*)handle.bytes, O_RDWR, 0, address);
   *address = (uint64_t)calloc(1, 1 << 27);
   return 0;
 }
-API cuIpcCloseMemHandle(uint64_t address) { free((void*)address); return 0; }
+API cuIpcCloseMemHandle(uint64_t address) { if (!getenv("FAKE_SHARED")) free((void*)address); return 0; }

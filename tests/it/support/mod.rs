@@ -2,6 +2,7 @@
 
 pub mod activation;
 pub mod environment;
+pub mod gpu;
 pub mod probes;
 pub mod sandbox;
 pub mod toolkit;

@@ -15,7 +15,9 @@ API void fake_raise(const char* kind, const char* message) {
 }
 API void TVMFFIErrorMoveFromRaised(void** object) { *object = raised ? &error : NULL; raised = 0; }
 API int TVMFFIObjectDecRef(void* object) { return 0; }
-API int TVMFFIEnvSetStream(int kind, int id, void* stream, void** before) { return 0; }
+static void* current;
+API int TVMFFIEnvSetStream(int kind, int id, void* stream, void** before) { current = stream; return 0; }
+API void* fake_stream(void) { return current; }
 API void TVMFFIGetVersion(uint32_t* version) { version[0] = 0; version[1] = 1; version[2] = 99; }
 
 // What the start-up code of an artifact with a kernel calls in the CUDA runtime.

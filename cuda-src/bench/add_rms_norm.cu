@@ -1,0 +1,127 @@
+// What stands behind NCCL's all-reduce in the path that `bench` holds the fused kernel against: one kernel that adds the residual,
+// writes the sum, and writes its RMS norm. One block a token, one pass: a row stays in registers. Accesses are of 16 bytes,
+// arithmetic is in float32, and what is normed is the sum as it was written.
+//
+// Compiled by NVRTC for the GPU at hand. Needs no header.
+
+namespace {
+
+// 16 bytes: eight elements of 16 bits.
+struct alignas(16) Vector {
+  unsigned words[4];
+};
+
+struct Bf16 {
+  static __device__ __forceinline__ float low(unsigned word) { return __uint_as_float(word << 16); }
+  static __device__ __forceinline__ float high(unsigned word) { return __uint_as_float(word & 0xffff0000u); }
+  static __device__ __forceinline__ unsigned pack(float low, float high) {
+    unsigned word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+  }
+};
+
+struct Fp16 {
+  static __device__ __forceinline__ float low(unsigned word) { return of(static_cast<unsigned short>(word)); }
+  static __device__ __forceinline__ float high(unsigned word) { return of(static_cast<unsigned short>(word >> 16)); }
+  static __device__ __forceinline__ unsigned pack(float low, float high) {
+    unsigned word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+  }
+
+ private:
+  static __device__ __forceinline__ float of(unsigned short bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+  }
+};
+
+// Every thread gets the sum over the block, whose warps are whole.
+__device__ __forceinline__ float block_sum(float value) {
+  __shared__ float partial[32];
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, offset);
+  }
+  unsigned const lane = threadIdx.x % 32;
+  if (lane == 0) {
+    partial[threadIdx.x / 32] = value;
+  }
+  __syncthreads();
+  value = lane < blockDim.x / 32 ? partial[lane] : 0.0f;
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, offset);
+  }
+  return value;
+}
+
+// `vectors` of a row, at most `N` for each thread.
+template <typename Type, int N>
+__device__ __forceinline__ void add_rms_norm(Vector const* in, Vector const* residual, Vector const* gamma, Vector* residual_out,
+                                             Vector* norm_out, unsigned vectors, float eps) {
+  unsigned long long const row = static_cast<unsigned long long>(blockIdx.x) * vectors;
+  Vector weights[N];
+  Vector rows[N];
+  // Neither comes from the kernel ahead: both may be on their way before it has ended.
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    unsigned const at = threadIdx.x + i * blockDim.x;
+    if (at < vectors) {
+      weights[i] = gamma[at];
+      rows[i] = residual[row + at];
+    }
+  }
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    unsigned const at = threadIdx.x + i * blockDim.x;
+    if (at < vectors) {
+      Vector const reduced = in[row + at];
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        unsigned const sum = Type::pack(Type::low(reduced.words[word]) + Type::low(rows[i].words[word]),
+                                        Type::high(reduced.words[word]) + Type::high(rows[i].words[word]));
+        rows[i].words[word] = sum;
+        squares += Type::low(sum) * Type::low(sum) + Type::high(sum) * Type::high(sum);
+      }
+      residual_out[row + at] = rows[i];
+    }
+  }
+  float const scale = rsqrtf(block_sum(squares) / static_cast<float>(vectors * 8) + eps);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    unsigned const at = threadIdx.x + i * blockDim.x;
+    if (at < vectors) {
+      Vector normed;
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        unsigned const sum = rows[i].words[word];
+        unsigned const weight = weights[i].words[word];
+        normed.words[word] = Type::pack(Type::low(sum) * scale * Type::low(weight), Type::high(sum) * scale * Type::high(weight));
+      }
+      norm_out[row + at] = normed;
+    }
+  }
+}
+
+}  // namespace
+
+#define KERNEL(name, Type, N)                                                                                                \
+  extern "C" __global__ void __launch_bounds__(1024) name(Vector const* in, Vector const* residual, Vector const* gamma,     \
+                                                          Vector* residual_out, Vector* norm_out, unsigned vectors,          \
+                                                          float eps) {                                                       \
+    add_rms_norm<Type, N>(in, residual, gamma, residual_out, norm_out, vectors, eps);                                        \
+  }
+
+KERNEL(add_rms_norm_bf16_1, Bf16, 1)
+KERNEL(add_rms_norm_bf16_2, Bf16, 2)
+KERNEL(add_rms_norm_bf16_4, Bf16, 4)
+KERNEL(add_rms_norm_fp16_1, Fp16, 1)
+KERNEL(add_rms_norm_fp16_2, Fp16, 2)
+KERNEL(add_rms_norm_fp16_4, Fp16, 4)
