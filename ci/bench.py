@@ -97,7 +97,7 @@ class Peer:
                 dir = next(words)
                 if not dir.startswith("overlay/") and dir != "data/include/flashinfer/comm":
                     out += [word, dir]
-            elif word == "-Xcompiler=-Og":
+            elif word == "-O1":
                 out.append("-O3")
             elif word == "@host":
                 out.append(shutil.which(os.environ.get("CXX", "c++")))

@@ -107,8 +107,8 @@ def normal_ours(words):
         if word.startswith("-include ours/"):
             intended("ours has a header that stands in for FlashInfer's logging.h")
             continue
-        if word == "-Xcompiler=-Og":
-            intended("ours passes -Og to the host compiler in place of -O3")
+        if word == "-O1":
+            intended("ours passes -O1 to the host compiler in place of -O3")
             word = "-O3"
         if word.startswith("-ccbin "):
             intended("ours names the host compiler: one for compiling and linking")
