@@ -1,6 +1,7 @@
-// What stands behind NCCL's all-reduce in the path that `bench` holds the fused kernel against: one kernel that adds the residual,
-// writes the sum, and writes its RMS norm. One block a token, one pass: a row stays in registers. Accesses are of 16 bytes,
-// arithmetic is in float32, and what is normed is the sum as it was written.
+// What stands behind NCCL's all-reduce in the paths that `bench` holds the fused kernel against. In line with NCCL: one kernel that
+// adds the residual, writes the sum, and writes its RMS norm. Apart from it: one kernel that adds, and one that norms. A norm takes
+// one block a token and one pass: a row stays in registers. Accesses are of 16 bytes, arithmetic is in float32, and what is normed
+// is the sum as it was written.
 //
 // Compiled by NVRTC for the GPU at hand. Needs no header.
 
@@ -37,6 +38,41 @@ struct Fp16 {
     return value;
   }
 };
+
+// The elements of both, added.
+template <typename Type>
+__device__ __forceinline__ Vector sum_of(Vector const& one, Vector const& other) {
+  Vector sum;
+#pragma unroll
+  for (int word = 0; word < 4; ++word) {
+    sum.words[word] = Type::pack(Type::low(one.words[word]) + Type::low(other.words[word]),
+                                 Type::high(one.words[word]) + Type::high(other.words[word]));
+  }
+  return sum;
+}
+
+template <typename Type>
+__device__ __forceinline__ float squares_of(Vector const& vector) {
+  float squares = 0.0f;
+#pragma unroll
+  for (int word = 0; word < 4; ++word) {
+    float const low = Type::low(vector.words[word]);
+    float const high = Type::high(vector.words[word]);
+    squares += low * low + high * high;
+  }
+  return squares;
+}
+
+template <typename Type>
+__device__ __forceinline__ Vector normed(Vector const& vector, float scale, Vector const& weights) {
+  Vector normed;
+#pragma unroll
+  for (int word = 0; word < 4; ++word) {
+    normed.words[word] = Type::pack(Type::low(vector.words[word]) * scale * Type::low(weights.words[word]),
+                                    Type::high(vector.words[word]) * scale * Type::high(weights.words[word]));
+  }
+  return normed;
+}
 
 // Every thread gets the sum over the block, whose warps are whole.
 __device__ __forceinline__ float block_sum(float value) {
@@ -82,14 +118,8 @@ __device__ __forceinline__ void add_rms_norm(Vector const* in, Vector const* res
   for (int i = 0; i < N; ++i) {
     unsigned const at = threadIdx.x + i * blockDim.x;
     if (at < vectors) {
-      Vector const reduced = in[row + at];
-#pragma unroll
-      for (int word = 0; word < 4; ++word) {
-        unsigned const sum = Type::pack(Type::low(reduced.words[word]) + Type::low(rows[i].words[word]),
-                                        Type::high(reduced.words[word]) + Type::high(rows[i].words[word]));
-        rows[i].words[word] = sum;
-        squares += Type::low(sum) * Type::low(sum) + Type::high(sum) * Type::high(sum);
-      }
+      rows[i] = sum_of<Type>(in[row + at], rows[i]);
+      squares += squares_of<Type>(rows[i]);
       residual_out[row + at] = rows[i];
     }
   }
@@ -98,30 +128,80 @@ __device__ __forceinline__ void add_rms_norm(Vector const* in, Vector const* res
   for (int i = 0; i < N; ++i) {
     unsigned const at = threadIdx.x + i * blockDim.x;
     if (at < vectors) {
-      Vector normed;
+      norm_out[row + at] = normed<Type>(rows[i], scale, weights[i]);
+    }
+  }
+}
+
+// One vector for each thread of the grid.
+template <typename Type>
+__device__ __forceinline__ void residual_add(Vector const* in, Vector const* residual, Vector* residual_out, unsigned vectors) {
+  unsigned const at = blockIdx.x * blockDim.x + threadIdx.x;
+  if (at < vectors) {
+    residual_out[at] = sum_of<Type>(in[at], residual[at]);
+  }
+}
+
+// `vectors` of a row, at most `N` for each thread.
+template <typename Type, int N>
+__device__ __forceinline__ void rms_norm(Vector const* in, Vector const* gamma, Vector* norm_out, unsigned vectors, float eps) {
+  unsigned long long const row = static_cast<unsigned long long>(blockIdx.x) * vectors;
+  Vector weights[N];
+  Vector rows[N];
+  float squares = 0.0f;
 #pragma unroll
-      for (int word = 0; word < 4; ++word) {
-        unsigned const sum = rows[i].words[word];
-        unsigned const weight = weights[i].words[word];
-        normed.words[word] = Type::pack(Type::low(sum) * scale * Type::low(weight), Type::high(sum) * scale * Type::high(weight));
-      }
-      norm_out[row + at] = normed;
+  for (int i = 0; i < N; ++i) {
+    unsigned const at = threadIdx.x + i * blockDim.x;
+    if (at < vectors) {
+      weights[i] = gamma[at];
+      rows[i] = in[row + at];
+      squares += squares_of<Type>(rows[i]);
+    }
+  }
+  float const scale = rsqrtf(block_sum(squares) / static_cast<float>(vectors * 8) + eps);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    unsigned const at = threadIdx.x + i * blockDim.x;
+    if (at < vectors) {
+      norm_out[row + at] = normed<Type>(rows[i], scale, weights[i]);
     }
   }
 }
 
 }  // namespace
 
-#define KERNEL(name, Type, N)                                                                                                \
+#define ADD_RMS_NORM(name, Type, N)                                                                                          \
   extern "C" __global__ void __launch_bounds__(1024) name(Vector const* in, Vector const* residual, Vector const* gamma,     \
                                                           Vector* residual_out, Vector* norm_out, unsigned vectors,          \
                                                           float eps) {                                                       \
     add_rms_norm<Type, N>(in, residual, gamma, residual_out, norm_out, vectors, eps);                                        \
   }
 
-KERNEL(add_rms_norm_bf16_1, Bf16, 1)
-KERNEL(add_rms_norm_bf16_2, Bf16, 2)
-KERNEL(add_rms_norm_bf16_4, Bf16, 4)
-KERNEL(add_rms_norm_fp16_1, Fp16, 1)
-KERNEL(add_rms_norm_fp16_2, Fp16, 2)
-KERNEL(add_rms_norm_fp16_4, Fp16, 4)
+ADD_RMS_NORM(add_rms_norm_bf16_1, Bf16, 1)
+ADD_RMS_NORM(add_rms_norm_bf16_2, Bf16, 2)
+ADD_RMS_NORM(add_rms_norm_bf16_4, Bf16, 4)
+ADD_RMS_NORM(add_rms_norm_fp16_1, Fp16, 1)
+ADD_RMS_NORM(add_rms_norm_fp16_2, Fp16, 2)
+ADD_RMS_NORM(add_rms_norm_fp16_4, Fp16, 4)
+
+#define RESIDUAL_ADD(name, Type)                                                                                             \
+  extern "C" __global__ void __launch_bounds__(256) name(Vector const* in, Vector const* residual, Vector* residual_out,     \
+                                                         unsigned vectors) {                                                 \
+    residual_add<Type>(in, residual, residual_out, vectors);                                                                 \
+  }
+
+RESIDUAL_ADD(residual_add_bf16, Bf16)
+RESIDUAL_ADD(residual_add_fp16, Fp16)
+
+#define LONE_RMS_NORM(name, Type, N)                                                                                         \
+  extern "C" __global__ void __launch_bounds__(1024) name(Vector const* in, Vector const* gamma, Vector* norm_out,           \
+                                                          unsigned vectors, float eps) {                                     \
+    rms_norm<Type, N>(in, gamma, norm_out, vectors, eps);                                                                    \
+  }
+
+LONE_RMS_NORM(lone_rms_norm_bf16_1, Bf16, 1)
+LONE_RMS_NORM(lone_rms_norm_bf16_2, Bf16, 2)
+LONE_RMS_NORM(lone_rms_norm_bf16_4, Bf16, 4)
+LONE_RMS_NORM(lone_rms_norm_fp16_1, Fp16, 1)
+LONE_RMS_NORM(lone_rms_norm_fp16_2, Fp16, 2)
+LONE_RMS_NORM(lone_rms_norm_fp16_4, Fp16, 4)

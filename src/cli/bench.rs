@@ -23,7 +23,7 @@ use crate::survey;
 /// Measure whether the fused all-reduce pays on this machine, and write the policy that follows
 ///
 /// All-reduce + residual add + RMSNorm: FlashInfer's fused kernels, one-shot and two-shot, against NCCL's all-reduce and one kernel
-/// that adds and norms. In captured CUDA graphs, one process and one GPU for each rank. Numbers are held against a float64 reference
+/// that adds and norms (which decides), and against NCCL on a stream of its own with two kernels, as torch.distributed has it. In captured CUDA graphs, one process and one GPU for each rank. Numbers are held against a float64 reference
 /// before and after the clock. Needs two GPUs, NCCL and NVRTC (torch's environment has both); no Python, no torch. Nothing else may
 /// run on these GPUs. Ends with 0 whether it pays or not, with 1 when a number is wrong, a rank hangs, or it is slower than the baseline.
 #[derive(Debug, clap::Args)]
@@ -31,7 +31,7 @@ pub struct Args {
     #[command(flatten)]
     gpu: Flags,
 
-    /// A second artifact, measured in turn with the first
+    /// A second artifact, whose workers take turns with those of the first
     #[arg(long, value_name = "OTHER")]
     against: Option<PathBuf>,
 
@@ -55,7 +55,11 @@ pub struct Args {
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     ranks: Vec<usize>,
 
-    /// Replays of each graph that count; ten more go before them
+    /// How many times the workers of an artifact are started: times differ from start to start [default: 3 with --against, --baseline or --save-baseline, else 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
+    restarts: Option<u32>,
+
+    /// Replays of each graph that count, in all starts together; ten more go before them in each
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     replays: u32,
 
@@ -79,7 +83,7 @@ pub struct Args {
     #[arg(long, value_name = "DIR")]
     save_baseline: Option<PathBuf>,
 
-    /// By how much a figure may exceed the baseline, beside the noise, in percent
+    /// By how much a figure may exceed the baseline, beside the noise within and between starts, in percent
     #[arg(long, value_name = "PERCENT", default_value_t = 10.0, allow_negative_numbers = true)]
     tolerance: f64,
 
@@ -99,6 +103,14 @@ enum ScenarioArg {
 enum DTypeArg {
     Bf16,
     Fp16,
+}
+
+impl Args {
+    /// What is held against another run or another artifact needs to know how far its own starts lie apart.
+    fn restarts(&self) -> u32 {
+        let is_held_against_others = self.against.is_some() || self.baseline.is_some() || self.save_baseline.is_some();
+        self.restarts.unwrap_or(if is_held_against_others { 3 } else { 1 })
+    }
 }
 
 pub fn run(args: Args, output: &Output) -> Result<Exit> {
@@ -158,6 +170,7 @@ fn request(args: &Args, context: &Context) -> Result<Request> {
             },
         },
         ranks: args.ranks.clone(),
+        restarts: args.restarts(),
         replays: args.replays,
         flashinfer: args.flashinfer.clone(),
         nccl: args.nccl.clone(),
@@ -177,11 +190,9 @@ fn quoted(word: &str) -> String {
 fn show(display: &Display, event: Event) {
     match event {
         Event::Step(text) => display.step(text),
-        Event::Measured { at, of, point, rows } => {
-            for row in rows.iter().filter(|row| row.taken.is_none()) {
-                if let Some(fault) = &row.fault {
-                    display.line(&format!("FAULT {}: {fault}", row.name()));
-                }
+        Event::Measured { at, of, point, faults } => {
+            for fault in faults {
+                display.line(&format!("FAULT {fault}"));
             }
             display.ended(at, of, format!("{} ranks, {} tokens", point.ranks, point.tokens), None);
         }
@@ -217,8 +228,20 @@ fn text(report: &Report, policy_withheld: bool) -> String {
     for remark in &report.remarks {
         let _ = writeln!(text, "  remark: {remark}");
     }
+    if report.settings.restarts > 1 && !report.has_fault() {
+        let _ = writeln!(
+            text,
+            "  the workers were started {} times; figures are the median of the starts', and how far those lie apart is noise",
+            report.settings.restarts
+        );
+    }
     if let Some((median, most)) = report.against_ratios() {
         let _ = writeln!(text, "  by the medians of the second artifact: {median:.3} × in the middle, {most:.3} × at most");
+        for row in report.rows.iter().filter(|row| row.taken.is_none()) {
+            if let (Some(Difference::Slower), Some(ratio)) = (row.against_difference, row.against_ratio) {
+                let _ = writeln!(text, "    {ratio:.3} × {}, beyond the noise", row.name());
+            }
+        }
     }
     if let Some(compared) = &report.baseline {
         let path = compared.path.display();
@@ -250,10 +273,14 @@ fn text(report: &Report, policy_withheld: bool) -> String {
         let _ = match (decision.fused, decision.max_tokens) {
             (true, Some(most)) => {
                 let oneshot = decision.oneshot_tokens.map_or_else(String::new, |tokens| format!(", one-shot up to {tokens}"));
-                writeln!(text, "  {} ranks: use it, up to {most} tokens{oneshot} ({})", decision.ranks, decision.reason)
+                writeln!(text, "  {} ranks: use it, up to {most} tokens{oneshot}", decision.ranks)
             }
-            _ => writeln!(text, "  {} ranks: do not use it ({})", decision.ranks, decision.reason),
+            _ => writeln!(text, "  {} ranks: do not use it", decision.ranks),
         };
+        // A reason is long; each part of it has a line.
+        for part in decision.reason.split("; ") {
+            let _ = writeln!(text, "    {part}");
+        }
     }
     if policy_withheld {
         text.push_str("  no policy was written: nothing follows from a run with a fault\n");
@@ -270,12 +297,15 @@ fn table(text: &mut String, scenario: Scenario, ranks: usize, rows: &[&Row], aga
         Scenario::Step => format!("a decoding step: {} calls in one graph", any.calls),
     };
     let _ = writeln!(text, "\n  {ranks} ranks, hidden {} {}, {what}; median µs a call", any.hidden, any.dtype.word());
-    let _ =
-        write!(text, "  {:>7} {:>12} {:>7} {:>9} {:>9} {:>9}", "tokens", "NCCL + norm", "noise", "one-shot", "two-shot", "auto");
+    let _ = write!(
+        text,
+        "  {:>6} {:>11} {:>6} {:>10} {:>8} {:>8} {:>8}",
+        "tokens", "NCCL + norm", "noise", "NCCL apart", "one-shot", "two-shot", "auto"
+    );
     if against {
         let _ = write!(text, " {:>21}", "of the second artifact");
     }
-    let _ = writeln!(text, "  best");
+    let _ = writeln!(text, "  best, by NCCL + norm");
     let mut tokens: Vec<usize> = rows.iter().map(|row| row.tokens).collect();
     tokens.dedup();
     for tokens in tokens {
@@ -291,8 +321,9 @@ fn table(text: &mut String, scenario: Scenario, ranks: usize, rows: &[&Row], aga
         let auto = find(Of::Artifact, Mode::Auto).and_then(|row| row.taken).map_or("–", Mode::word);
         let _ = write!(
             text,
-            "  {tokens:>7} {:>12} {noise:>7} {:>9} {:>9} {auto:>9}",
+            "  {tokens:>6} {:>11} {noise:>6} {:>10} {:>8} {:>8} {auto:>8}",
             micros(nccl),
+            micros(find(Of::Nccl, Mode::NcclApart)),
             micros(fused[0]),
             micros(fused[1])
         );
@@ -313,7 +344,9 @@ fn table(text: &mut String, scenario: Scenario, ranks: usize, rows: &[&Row], aga
                     _ => "no difference beyond the noise",
                 };
                 let step = row.step_us.map_or_else(String::new, |micros| format!(", {micros:.0} µs a step"));
-                writeln!(text, "  {} {:.2} × NCCL + norm, {says}{step}", row.mode.word(), row.ratio.unwrap_or(f64::NAN))
+                let apart = row.ratio_apart.map_or_else(String::new, |ratio| format!(" ({ratio:.2} × apart)"));
+                let ratio = row.ratio.unwrap_or(f64::NAN);
+                writeln!(text, "  {} {ratio:.2} ×{apart}, {says}{step}", row.mode.word())
             }
             None => writeln!(text, "  –"),
         };

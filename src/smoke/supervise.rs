@@ -656,7 +656,7 @@ impl Supervisor {
         format!(" ({})", each.join(", "))
     }
 
-    /// Ends a worker and says how it ended, with the end of what it printed.
+    /// Ends a worker and says how it ended, with what it printed of the reason.
     fn end(&mut self, at: usize) -> String {
         let worker = &mut self.workers[at];
         // One that ended by itself is about to: the driver takes seconds to tear down what it had on the GPU.
@@ -671,9 +671,10 @@ impl Supervisor {
         kill(worker);
         let mut text = String::new();
         let _ = worker.log.seek(SeekFrom::Start(0)).and_then(|_| worker.log.read_to_string(&mut text));
-        let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
-        let last = lines[lines.len().saturating_sub(3)..].join(" | ");
-        if last.is_empty() { how } else { format!("{how}: {last}") }
+        match last_words(&text) {
+            Some(words) => format!("{how}: {words}"),
+            None => how,
+        }
     }
 
     /// Ends all workers: what one of them shares with the others cannot be trusted any more.
@@ -708,6 +709,17 @@ fn kill(worker: &mut Worker) {
         let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
     }
     let _ = worker.child.kill();
+}
+
+/// The last line of what a process printed that may tell why it ended. Libraries tell there what they do as well, at levels that are
+/// no complaint.
+fn last_words(text: &str) -> Option<&str> {
+    let chatters = |line: &str| {
+        let line = line.to_ascii_lowercase();
+        // `note: ` is how Rust ends a panic: what it was stands above.
+        ["[info]", "[debug]", "[trace]", " nccl info "].iter().any(|level| line.contains(level)) || line.starts_with("note: ")
+    };
+    text.lines().map(str::trim).rfind(|line| !line.is_empty() && !chatters(line))
 }
 
 /// Cases that stand or fall together: where one took its workers with it, the next would too.
@@ -777,6 +789,19 @@ mod tests {
     use super::*;
     use crate::smoke::cases::{Custom, What};
     use crate::smoke::numbers::DType;
+
+    #[test]
+    fn the_last_words_of_a_process_are_its_last_line_that_is_no_chatter() {
+        let info = "[2026-11-29 22:33:46.392] [info] lamportInitialize start: buffer: 0x7f0d9cc00000, size: 1048576";
+        assert_eq!(last_words(&format!("{info}\n{info}\n")), None);
+        assert_eq!(last_words(""), None);
+        let thrown = "terminate called after throwing an instance of 'std::runtime_error'\n  what():  no such kernel\n";
+        assert_eq!(last_words(&format!("{info}\n{thrown}\n{info}\n\n")), Some("what():  no such kernel"));
+        assert_eq!(last_words("[TensorRT-LLM][INFO] on\n[TensorRT-LLM][ERROR] off\n"), Some("[TensorRT-LLM][ERROR] off"));
+        assert_eq!(last_words("host:1 NCCL WARN gone\nhost:1:1 [0] NCCL INFO bye\n"), Some("host:1 NCCL WARN gone"));
+        let panic = "thread 'main' panicked at src/main.rs:1:1:\nit is broken\nnote: run with `RUST_BACKTRACE=1`\n";
+        assert_eq!(last_words(panic), Some("it is broken"));
+    }
 
     #[test]
     fn a_race_of_the_release_hides_neither_a_pass_nor_a_fault_of_the_artifact() {

@@ -111,7 +111,7 @@ pub fn save(report: &Report, path: &Path) -> Result<()> {
 mod tests {
     use super::super::machine::Topology;
     use super::super::report::tests::{good, report};
-    use super::super::rows::tests::{measured, point};
+    use super::super::rows::tests::{measured, point, started};
     use super::*;
 
     #[test]
@@ -124,7 +124,7 @@ mod tests {
         save(&report, &path).unwrap();
         for named in [dir.path(), &path] {
             let compared = compare(&report, named, 10.0).unwrap().unwrap();
-            assert_eq!((compared.rows, compared.regressions.len(), compared.drifts.len()), (11, 0, 0));
+            assert_eq!((compared.rows, compared.regressions.len(), compared.drifts.len()), (14, 0, 0));
         }
     }
 
@@ -140,7 +140,21 @@ mod tests {
         assert_eq!(found(5.8, 16.0, 10.0).0, ["sweep one-shot 2 ranks 3 tokens", "sweep auto 2 ranks 3 tokens"]);
         assert_eq!(found(5.8, 16.0, 20.0).0, [] as [String; 0]);
         assert_eq!(found(4.0, 16.0, 0.0).0, [] as [String; 0], "faster is none");
-        assert_eq!(found(5.0, 20.0, 10.0), (Vec::new(), 1), "NCCL's own is no fault of the artifact");
+        assert_eq!(found(5.0, 20.0, 10.0), (Vec::new(), 2), "NCCL's own is no fault of the artifact");
+    }
+
+    #[test]
+    fn what_lies_within_the_spread_of_the_starts_of_either_run_is_no_regression() {
+        let run = |twoshot: &[f64]| {
+            let starts: Vec<_> = twoshot.iter().map(|micros| (9.0, Some(4.8), Some(*micros))).collect();
+            started(&point(2, 3), &starts)
+        };
+        let regressions = |now: &[f64], old: &[f64]| against(&run(now), &run(old), 10.0).regressions.len();
+        // As seen on two H200, the same artifact in two runs.
+        assert_eq!(regressions(&[78.8], &[68.8]), 1, "one start knows of no spread");
+        assert_eq!(regressions(&[78.8, 68.9, 78.9], &[68.8, 68.7, 69.0]), 0);
+        assert_eq!(regressions(&[78.8, 78.7, 78.9], &[68.8, 78.6, 68.9]), 0, "the baseline's own counts too");
+        assert_eq!(regressions(&[98.8, 88.9, 98.9], &[68.8, 68.7, 69.0]), 1);
     }
 
     #[test]

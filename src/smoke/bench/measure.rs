@@ -21,7 +21,7 @@ const LOST_AT_MOST: usize = 3;
 #[derive(Debug, Clone)]
 pub struct Rival {
     pub nccl: PathBuf,
-    /// Our norm, compiled.
+    /// Our kernels that add and norm, compiled.
     pub norm: PathBuf,
     /// The GPUs whose links are told.
     pub gpus: Vec<usize>,
@@ -38,8 +38,7 @@ pub struct Loaded {
 pub struct Crew {
     supervisor: Supervisor,
     deadline: Duration,
-    /// Without it, the crew knows no other way than the fused ones.
-    rival: Option<Rival>,
+    rival: Rival,
     /// How many of the workers have loaded what `bench` needs.
     ready: usize,
     /// The number of ranks of the communicator.
@@ -72,7 +71,7 @@ pub enum Came {
 }
 
 impl Crew {
-    pub fn new(supervisor: Supervisor, deadline: Duration, rival: Option<Rival>) -> Self {
+    pub fn new(supervisor: Supervisor, deadline: Duration, rival: Rival) -> Self {
         Self { supervisor, deadline, rival, ready: 0, joined: None, lost: 0, loaded: Loaded::default() }
     }
 
@@ -81,9 +80,11 @@ impl Crew {
         (self.lost >= LOST_AT_MOST).then(|| format!("workers were lost {} times", self.lost))
     }
 
-    /// Ends the workers in order.
-    pub fn finish(&mut self) {
+    /// Ends the workers in order. Whatever is measured next has new ones: other processes, with their memory elsewhere.
+    pub fn stand_down(&mut self) {
         self.supervisor.finish();
+        self.supervisor.dismiss("their turn is over");
+        (self.ready, self.joined) = (0, None);
     }
 
     /// Starts the workers of so many ranks, has them load everything and join a communicator.
@@ -122,13 +123,9 @@ impl Crew {
 
     fn try_prepare(&mut self, ranks: usize) -> Result<(), Gone> {
         self.supervisor.staff(ranks)?;
-        let Some(rival) = self.rival.clone() else {
-            self.ready = ranks;
-            return Ok(());
-        };
         let first = self.ready;
         for at in first..ranks {
-            let Rival { nccl, norm, gpus } = rival.clone();
+            let Rival { nccl, norm, gpus } = self.rival.clone();
             self.supervisor.order_one(at, &Ordered::Bench(Order::Load { nccl, norm, gpus }));
         }
         if first < ranks {

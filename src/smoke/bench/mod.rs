@@ -13,6 +13,9 @@
 //! | `baseline` | figures beside those of an earlier run |
 //! | `report`, `html` | what a run showed, as JSON and as a file for a browser |
 //!
+//! Workers may be started several times over: a set of processes can be quicker or slower than the next by more than anything that is
+//! measured within one of them. With a second artifact the starts take turns, first the one's, then the other's.
+//!
 //! What is measured must compute the right numbers first: a graph's outputs are held against the float64 reference before and after
 //! its time is taken, and what is wrong has no figure.
 
@@ -37,6 +40,7 @@ use pep440_rs::Version;
 use super::artifact::Artifact;
 use super::ffi::driver::DeviceInfo;
 use super::kernels::{self, Compiled, compile};
+use super::protocol::Unknown;
 use super::supervise::{Transport, used};
 use super::{Setup, inputs, libraries, needs_driver, probe, sm_of};
 use crate::digest::Digest;
@@ -48,9 +52,10 @@ use crate::tables::calls::{OneShot, calls};
 use baseline::Compared;
 use machine::{Gpu, Machine, Topology};
 use measure::{Came, Crew, Loaded, Rival};
-use plan::{FUNCTION, NORM, PATTERN, Point, SETS, Wanted, Way};
+use plan::{ADD, FUNCTION, LONE_NORM, NORM, PATTERN, Point, SETS, Wanted, Way};
 use report::{Named, Report, Settings};
-use rows::{Legs, Of, Row};
+use rows::{Legs, Mode, Of, Ran, Row};
+use stats::Difference;
 
 /// Replays before those that count.
 pub const WARM_UP: u32 = 10;
@@ -64,6 +69,9 @@ pub struct Request {
     pub wanted: Wanted,
     /// Numbers of ranks; all that there are GPUs for where empty.
     pub ranks: Vec<usize>,
+    /// How many times the workers of an artifact are started.
+    pub restarts: u32,
+    /// Of a graph, in all starts together.
     pub replays: u32,
     /// The release of an artifact without a manifest.
     pub flashinfer: Option<Version>,
@@ -80,12 +88,12 @@ pub struct Request {
 #[derive(Debug)]
 pub enum Event<'a> {
     Step(String),
-    /// A point has been measured, as number `at` of `of`.
+    /// A point has been measured in one start, as number `at` of `of`; what was wrong in it.
     Measured {
         at: usize,
         of: usize,
-        point: Point,
-        rows: &'a [Row],
+        point: &'a Point,
+        faults: Vec<String>,
     },
 }
 
@@ -133,9 +141,7 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
     for artifact in [Some(&artifact), against.as_ref()].into_iter().flatten() {
         artifact.runs_on(sm)?;
     }
-    if let Some(unknown) = found.unknown.iter().find(|unknown| unknown.function == FUNCTION) {
-        return Err(Error::unsupported(format!("{FUNCTION} of this artifact cannot be called")).because(&unknown.why));
-    }
+    callable(&artifact, &found.unknown)?;
     let counts = ranks(&request.ranks, &gpus)?;
     let points = plan::points(&request.wanted, &counts);
     let shared_bytes = points.iter().map(|point| point.workspace().bytes()).max().unwrap_or(0);
@@ -146,46 +152,41 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
     observe(Event::Step("compiling the kernel that adds and norms".to_owned()));
     let norm = compiling.join().map_err(kernels::unusable)?;
     let rival = Rival { nccl, norm: norm.path().to_owned(), gpus: gpus.clone() };
-    let mut first = Crew::new(supervisor, request.setup.deadline, Some(rival));
-    let mut second = match &against {
-        Some(artifact) => {
-            let mut supervisor = over(artifact)?;
-            supervisor.machine()?;
-            supervisor.will_share(shared_bytes);
-            Some(Crew::new(supervisor, request.setup.deadline, None))
-        }
-        None => None,
-    };
+    // Both are alike in all that they load and do: their ratio is one of like with like.
+    let crew = |supervisor| Crew::new(supervisor, request.setup.deadline, rival.clone());
+    let mut crews = vec![(Of::Artifact, crew(supervisor))];
+    if let Some(artifact) = &against {
+        let mut supervisor = over(artifact)?;
+        supervisor.will_share(shared_bytes);
+        callable(artifact, &supervisor.machine()?.unknown)?;
+        let mut crew = crew(supervisor);
+        // That it can be loaded is known. Its turn comes when the others have gone.
+        crew.stand_down();
+        crews.push((Of::Against, crew));
+    }
 
     let release = request.flashinfer.clone().or_else(|| artifact.release());
     let rule = calls().oneshot(FUNCTION, release.as_ref());
-    let mut run = Run { request, rule, shared_bytes, order: Vec::new(), overlaps: true, nccl_kernels: BTreeSet::new() };
-    let mut rows = Vec::new();
-    let mut remarks = remarks(&artifact, against.as_ref(), release.as_ref(), rule.is_none());
+    let mut run = Run { request, shared_bytes, overlaps: true, nccl_kernels: BTreeSet::new() };
+    let mut remarks = remarks(request, &artifact, against.as_ref(), release.as_ref(), rule.is_none());
+    let mut legs: Vec<Legs> = points.iter().map(|point| left_out(point, rule)).collect();
     if platform.faults.is_empty() {
-        for (at, point) in points.iter().enumerate() {
-            if let Some(spent) = first.is_spent().or_else(|| second.as_ref().and_then(Crew::is_spent)) {
-                remarks.push(format!("{} of {} points were left out: {spent}", points.len() - at, points.len()));
-                break;
-            }
-            let of_point = run.point(at, point, &mut first, second.as_mut(), observe)?;
-            observe(Event::Measured { at: at + 1, of: points.len(), point: *point, rows: &of_point });
-            rows.extend(of_point);
-        }
-    }
-    first.finish();
-    if let Some(second) = &mut second {
-        second.finish();
+        remarks.extend(run.starts(&points, &mut legs, &mut crews, observe)?);
     }
     if !run.overlaps {
         remarks.push("our norm starts when NCCL's kernel has ended: the driver takes no earlier start behind it".to_owned());
     }
+    let of_point = |(point, legs): (&Point, &Legs)| rows::rows(point, legs, against.is_some(), rule);
+    // A point that was never come to has no rows.
+    let measured = points.iter().zip(&legs).filter(|(_, legs)| !legs.ran.is_empty());
+    let rows: Vec<Row> = measured.flat_map(of_point).collect();
+    remarks.extend(apart_is_stronger(&rows));
     let machine = machine_of(
         used(&found.devices, &gpus[..most.min(gpus.len())]),
         &found.driver,
         found.tvm_ffi.clone(),
         &norm,
-        &first.loaded,
+        &crews[0].1.loaded,
     );
     let mut report = Report {
         artifact: named(&artifact, release.as_ref())?,
@@ -196,10 +197,11 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
         platform,
         remarks,
         settings: Settings {
+            restarts: request.restarts,
             replays: request.replays,
             warm_up: WARM_UP,
             sets: SETS,
-            order: run.order.join(", "),
+            order: ORDER.map(Way::word).join(", "),
             pdl: true,
             fp32_acc: true,
             norm_overlaps: run.overlaps,
@@ -217,85 +219,111 @@ pub fn run(request: &Request, environment: Option<&Environment>, home: &Path, ob
 /// What is the same for all points, and what they gather.
 struct Run<'r> {
     request: &'r Request,
-    rule: Option<&'static OneShot>,
     shared_bytes: usize,
-    /// The legs of a point where all ways are possible.
-    order: Vec<String>,
     overlaps: bool,
     nccl_kernels: BTreeSet<String>,
 }
 
 impl Run<'_> {
-    fn point(
+    /// Measures all points in each start of each crew, which take turns. Says what was left out.
+    fn starts(
         &mut self,
-        number: usize,
-        point: &Point,
-        first: &mut Crew,
-        mut second: Option<&mut Crew>,
+        points: &[Point],
+        legs: &mut [Legs],
+        crews: &mut [(Of, Crew)],
         observe: &mut dyn FnMut(Event),
-    ) -> Result<Vec<Row>> {
-        observe(Event::Step(format!("{}: {} ranks, {} tokens", point.scenario.word(), point.ranks, point.tokens)));
-        let mut legs = Legs::default();
-        for way in Way::FUSED {
-            legs.skipped.extend(point.impossible(way, self.rule).map(|why| (way, why)));
-        }
-        let seed = inputs::seed(number as u64, 0);
-        let mut down: Vec<(Of, String)> = Vec::new();
-        for (of, crew) in [(Of::Artifact, Some(&mut *first)), (Of::Against, second.as_deref_mut())] {
-            let Some(crew) = crew else { continue };
-            if let Some(why) = crew.prepare(point.ranks)? {
-                return Err(Error::machine(format!("{} ranks could not be brought together", point.ranks))
-                    .because(why)
-                    .hint("NCCL_DEBUG=INFO makes NCCL say more; `fi-arch smoke` tries the artifact without NCCL"));
+    ) -> Result<Option<String>> {
+        let starts = self.request.restarts as usize;
+        let (each, all) = (points.len() * crews.len(), points.len() * crews.len() * starts);
+        for start in 0..starts {
+            for (turn, (of, crew)) in crews.iter_mut().enumerate() {
+                for (at, (point, legs)) in points.iter().zip(&mut *legs).enumerate() {
+                    let done = start * each + turn * points.len() + at;
+                    if let Some(spent) = crew.is_spent() {
+                        return Ok(Some(format!("{} of {all} measurements were left out: {spent}", all - done)));
+                    }
+                    let of_all = if starts > 1 { format!(", start {} of {starts}", start + 1) } else { String::new() };
+                    let which = if *of == Of::Against { "the second artifact, " } else { "" };
+                    let Point { scenario, ranks, tokens, .. } = point;
+                    observe(Event::Step(format!("{which}{}: {ranks} ranks, {tokens} tokens{of_all}", scenario.word())));
+                    let before = legs.ran.len();
+                    self.point(at, point, *of, start, crew, legs)?;
+                    let faults = legs.ran[before..].iter().filter_map(|ran| match &ran.came {
+                        Came::Fault(fault) => Some(format!("{} ({}): {fault}", point.name(ran.way.word()), ran.of.word())),
+                        _ => None,
+                    });
+                    observe(Event::Measured { at: done + 1, of: all, point, faults: faults.collect() });
+                }
+                crew.stand_down();
             }
-            down.extend(crew.begin(point, seed, self.shared_bytes)?.map(|why| (of, why)));
+            if start + 1 < starts && legs.iter().any(Legs::has_fault) {
+                let many = starts - start - 1;
+                return Ok(Some(format!("{many} of {starts} starts were left out: nothing follows from a run with a fault")));
+            }
         }
-        let order = order(second.is_some());
-        if self.order.is_empty() {
-            self.order = order.iter().map(|(of, way)| name(*of, *way)).collect();
+        Ok(None)
+    }
+
+    /// All legs of a point in one start.
+    fn point(&mut self, number: usize, point: &Point, of: Of, start: usize, crew: &mut Crew, legs: &mut Legs) -> Result<()> {
+        if let Some(why) = crew.prepare(point.ranks)? {
+            return Err(Error::machine(format!("{} ranks could not be brought together", point.ranks))
+                .because(why)
+                .hint("NCCL_DEBUG=INFO makes NCCL say more; `fi-arch smoke` tries the artifact without NCCL"));
         }
-        for (of, way) in order {
+        // The same numbers in every start, so that their sums take the same time.
+        let down = crew.begin(point, inputs::seed(number as u64, 0), self.shared_bytes)?;
+        let replays = self.request.replays.div_ceil(self.request.restarts.max(1));
+        for way in ORDER {
             if legs.skipped.iter().any(|(skipped, _)| *skipped == way) {
                 continue;
             }
-            let whose = if of == Of::Against { Of::Against } else { Of::Artifact };
-            let crew = match (whose, second.as_deref_mut()) {
-                (Of::Against, Some(second)) => second,
-                _ => &mut *first,
-            };
-            let came = match down.iter().find(|(down, _)| *down == whose) {
-                Some((_, why)) => Came::Fault(why.clone()),
-                None => crew.leg(point, way, WARM_UP, self.request.replays)?,
+            let of = if Way::RIVALS.contains(&way) { Of::Nccl } else { of };
+            if legs.fault(of, way).is_some() {
+                continue;
+            }
+            let came = match &down {
+                Some(why) => Came::Fault(why.clone()),
+                None => crew.leg(point, way, WARM_UP, replays)?,
             };
             if let (Way::Nccl, Came::Measured(leg)) = (way, &came) {
                 self.overlaps &= leg.overlaps;
+                let is_ours = |kernel: &str| [NORM, ADD, LONE_NORM].iter().any(|ours| kernel.contains(ours));
                 let kernels = leg.kernels.iter().map(|(kernel, _)| kernel);
-                self.nccl_kernels.extend(kernels.filter(|kernel| !kernel.contains(NORM)).cloned());
+                self.nccl_kernels.extend(kernels.filter(|kernel| !is_ours(kernel)).cloned());
             }
-            legs.came.push((of, way, came));
+            legs.ran.push(Ran { of, start, way, came });
         }
-        Ok(rows::rows(point, &legs, second.is_some(), self.rule))
+        Ok(())
     }
 }
 
-/// The legs of a point: NCCL before and after everything; with a second artifact, the first before and after it.
-fn order(against: bool) -> Vec<(Of, Way)> {
-    let mut order = vec![(Of::Nccl, Way::Nccl)];
-    for way in Way::FUSED {
-        order.push((Of::Artifact, way));
-        if against {
-            order.extend([(Of::Against, way), (Of::Artifact, way)]);
-        }
-    }
-    order.push((Of::Nccl, Way::Nccl));
-    order
+/// The legs of a point in one start: what the fused ways are compared with, before and after them.
+const ORDER: [Way; 6] = [Way::Nccl, Way::NcclApart, Way::OneShot, Way::TwoShot, Way::NcclApart, Way::Nccl];
+
+/// A point before its first leg: with the ways that FlashInfer's Python would not take.
+fn left_out(point: &Point, rule: Option<&OneShot>) -> Legs {
+    let impossible = Way::FUSED.into_iter().filter_map(|way| point.impossible(way, rule).map(|why| (way, why)));
+    Legs { ran: Vec::new(), skipped: impossible.collect() }
 }
 
-fn name(of: Of, way: Way) -> String {
-    match of {
-        Of::Against => format!("{} of the second artifact", way.word()),
-        _ => way.word().to_owned(),
+/// Refuses an artifact whose fused call has parameters that are not known.
+fn callable(artifact: &Artifact, unknown: &[Unknown]) -> Result<()> {
+    match unknown.iter().find(|unknown| unknown.function == FUNCTION) {
+        None => Ok(()),
+        Some(unknown) => {
+            Err(Error::unsupported(format!("{FUNCTION} of {} cannot be called", artifact.path.display())).because(&unknown.why))
+        }
     }
+}
+
+/// Says so where NCCL in line, which is there to be the stronger of the two, is not.
+fn apart_is_stronger(rows: &[Row]) -> Option<String> {
+    let faster = |row: &&Row| row.mode == Mode::NcclApart && row.difference == Some(Difference::Faster);
+    let names: Vec<String> = rows.iter().filter(faster).map(Row::name).collect();
+    let list = names.join(", ");
+    (!names.is_empty())
+        .then(|| format!("NCCL apart is faster than in line, and the fused path must be faster than it, in {list}"))
 }
 
 /// The numbers of ranks to measure: those asked for, or all that there are GPUs for.
@@ -319,7 +347,13 @@ fn ranks(asked: &[usize], gpus: &[usize]) -> Result<Vec<usize>> {
     if wanted.is_empty() { Err(too_few(2)) } else { Ok(wanted.into_iter().collect()) }
 }
 
-fn remarks(artifact: &Artifact, against: Option<&Artifact>, release: Option<&Version>, no_rule: bool) -> Vec<String> {
+fn remarks(
+    request: &Request,
+    artifact: &Artifact,
+    against: Option<&Artifact>,
+    release: Option<&Version>,
+    no_rule: bool,
+) -> Vec<String> {
     let mut remarks: Vec<String> = [Some(artifact), against].into_iter().flatten().filter_map(Artifact::moved).collect();
     match release {
         None => remarks.push(
@@ -330,6 +364,10 @@ fn remarks(artifact: &Artifact, against: Option<&Artifact>, release: Option<&Ver
             remarks.push(format!("there is no row `auto`: when FlashInfer {release} takes one-shot is not in the tables"));
         }
         Some(_) => {}
+    }
+    let is_held_against_others = request.baseline.is_some() || request.save_baseline.is_some() || against.is_some();
+    if is_held_against_others && request.restarts == 1 {
+        remarks.push("the workers were started once: how far one start lies from another is not in the noise".to_owned());
     }
     remarks
 }
@@ -387,14 +425,24 @@ fn keep(request: &Request, report: &mut Report) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use super::rows::tests::{measured, point};
     use super::*;
 
     #[test]
-    fn nccl_is_measured_before_and_after_all_and_the_first_artifact_before_and_after_the_second() {
-        let names = |against| order(against).iter().map(|(of, way)| name(*of, *way)).collect::<Vec<_>>().join(" ");
-        assert_eq!(names(false), "nccl one-shot two-shot nccl");
-        let one = "one-shot one-shot of the second artifact one-shot";
-        assert_eq!(names(true), format!("nccl {one} {} nccl", one.replace("one", "two")));
+    fn both_ways_with_nccl_are_measured_before_and_after_the_fused_ones() {
+        let fused = ORDER.iter().position(|way| *way == Way::OneShot).unwrap();
+        assert_eq!(ORDER[fused..fused + 2], Way::FUSED);
+        for way in Way::RIVALS {
+            assert!(ORDER[..fused].contains(&way) && ORDER[fused + 2..].contains(&way), "{}", way.word());
+        }
+    }
+
+    #[test]
+    fn that_nccl_apart_is_the_faster_of_the_two_is_told() {
+        let mut rows = measured(&point(2, 3), 16.0, Some(5.0), None);
+        assert_eq!(apart_is_stronger(&rows), None);
+        rows[1].difference = Some(Difference::Faster);
+        assert!(apart_is_stronger(&rows).unwrap().contains("sweep nccl-apart 2 ranks 3 tokens"));
     }
 
     #[test]

@@ -10,8 +10,10 @@ use crate::tables::calls::OneShot;
 /// The function that is measured, and its pattern: all-reduce, residual add, RMSNorm.
 pub const FUNCTION: &str = "trtllm_allreduce_fusion";
 pub const PATTERN: i64 = 1;
-/// What the names of our own kernels begin with.
+/// What the names of our own kernels begin with: the one that stands behind NCCL in line, and the two behind it apart.
 pub const NORM: &str = "add_rms_norm";
+pub const ADD: &str = "residual_add";
+pub const LONE_NORM: &str = "lone_rms_norm";
 /// The tokens of a sweep. 3 is a decoding step with two tokens of speculation.
 pub const TOKENS: [usize; 13] = [1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048];
 pub const HIDDEN: usize = 7168;
@@ -29,18 +31,23 @@ pub const MOST_HIDDEN: usize = 1024 * 8 * 4;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Way {
-    /// NCCL's all-reduce, then our kernel that adds the residual and norms.
+    /// NCCL's all-reduce, then our kernel that adds the residual and norms, on one stream.
     Nccl,
+    /// NCCL's all-reduce on a stream of its own, forked and joined by events, then our kernel that adds and the one that norms.
+    NcclApart,
     OneShot,
     TwoShot,
 }
 
 impl Way {
     pub const FUSED: [Self; 2] = [Self::OneShot, Self::TwoShot];
+    /// What the fused ones are compared with, the stronger first.
+    pub const RIVALS: [Self; 2] = [Self::Nccl, Self::NcclApart];
 
     pub fn word(self) -> &'static str {
         match self {
             Self::Nccl => "nccl",
+            Self::NcclApart => "nccl-apart",
             Self::OneShot => "one-shot",
             Self::TwoShot => "two-shot",
         }
@@ -79,6 +86,11 @@ pub struct Point {
 }
 
 impl Point {
+    /// What a way through it is called: `sweep one-shot 2 ranks 3 tokens`.
+    pub fn name(&self, mode: &str) -> String {
+        format!("{} {mode} {} ranks {} tokens", self.scenario.word(), self.ranks, self.tokens)
+    }
+
     /// Bytes of one rank's input.
     pub fn bytes(&self) -> usize {
         self.tokens * self.hidden * self.dtype.size()
@@ -91,7 +103,7 @@ impl Point {
     /// The case of the reference that `way` is held against: the fused kernels add in float32, NCCL in the type itself.
     pub fn case(&self, way: Way) -> Case {
         let what = match way {
-            Way::Nccl => What::Custom { path: Custom::NormOneShot, bias: false },
+            Way::Nccl | Way::NcclApart => What::Custom { path: Custom::NormOneShot, bias: false },
             fused => What::Fusion {
                 pattern: PATTERN,
                 oneshot: fused == Way::OneShot,
@@ -194,7 +206,7 @@ mod tests {
     fn two_shot_is_left_out_where_flashinfer_refuses_it() {
         let rule = calls().oneshot(FUNCTION, None);
         assert!(point(4, 4).impossible(Way::TwoShot, rule).unwrap().contains("more tokens than ranks"));
-        for way in [Way::OneShot, Way::Nccl] {
+        for way in [Way::OneShot, Way::Nccl, Way::NcclApart] {
             assert_eq!(point(4, 4).impossible(way, rule), None);
         }
         assert_eq!(point(4, 5).impossible(Way::TwoShot, rule), None);

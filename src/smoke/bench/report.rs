@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::baseline::Compared;
 use super::machine::Machine;
 use super::plan::Scenario;
-use super::rows::Row;
+use super::rows::{Of, Row};
 use super::verdict::{Decision, policy};
 use crate::digest::Digest;
 use crate::policy::Policy;
@@ -48,11 +48,14 @@ pub struct Named {
 /// How it was measured.
 #[derive(Debug, Clone, Serialize)]
 pub struct Settings {
+    /// How many times the workers were to be started.
+    pub restarts: u32,
+    /// Of a graph in all starts together; `warm_up` more in each.
     pub replays: u32,
     pub warm_up: u32,
     /// Sets of inputs and outputs that calls use in turn.
     pub sets: usize,
-    /// The order of the legs of a point.
+    /// The order of the legs of a point, in each start.
     pub order: String,
     pub pdl: bool,
     pub fp32_acc: bool,
@@ -110,7 +113,7 @@ impl Report {
 
     /// Something was wrong, or nothing was measured.
     pub fn has_fault(&self) -> bool {
-        self.rows.iter().any(|row| row.fault.is_some()) || !self.rows.iter().any(|row| row.ratio.is_some())
+        self.rows.iter().any(|row| row.fault.is_some()) || !self.rows.iter().any(|row| row.of != Of::Nccl && row.ratio.is_some())
     }
 
     pub fn policy(&self) -> Policy {
@@ -209,10 +212,11 @@ pub mod tests {
             platform: Probed::default(),
             remarks: Vec::new(),
             settings: Settings {
+                restarts: 1,
                 replays: 100,
                 warm_up: 10,
                 sets: 2,
-                order: "nccl, one-shot, two-shot, nccl".to_owned(),
+                order: "nccl, nccl-apart, one-shot, two-shot, nccl-apart, nccl".to_owned(),
                 pdl: true,
                 fp32_acc: true,
                 norm_overlaps: true,
@@ -252,11 +256,12 @@ pub mod tests {
         for key in ["gpu", "driver", "cuda", "topology", "nccl", "nvls"] {
             assert!(value["machine"].get(key).is_some(), "{key}");
         }
-        let row = &value["scenarios"][0]["rows"][1];
+        let row = &value["scenarios"][0]["rows"][2];
         for key in ["mode", "ranks", "tokens", "hidden", "dtype", "median_us", "p99_us", "min_us", "noise_us", "replays", "ratio"]
         {
             assert!(row.get(key).is_some(), "{key}");
         }
+        assert_eq!((row["mode"].as_str(), row.get("ratio_apart").is_some()), (Some("one-shot"), true));
         assert_eq!(value["policy"]["ranks"][0]["count"], 2);
         let empty = report(Vec::new()).to_json();
         assert_eq!(empty["problems"][0]["code"], "nothing-measured");

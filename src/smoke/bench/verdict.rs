@@ -32,8 +32,21 @@ pub fn decide(rows: &[Row], machine: &str) -> Vec<Decision> {
 struct At<'r> {
     tokens: usize,
     nccl: Option<&'r Row>,
+    apart: Option<&'r Row>,
     oneshot: Option<&'r Row>,
     twoshot: Option<&'r Row>,
+}
+
+impl<'r> At<'r> {
+    /// NCCL apart, where it is faster than in line: then it is what the fused path must be faster than.
+    fn stronger_apart(&self) -> Option<&'r Row> {
+        self.apart.filter(|apart| apart.difference == Some(Difference::Faster))
+    }
+
+    /// Whether a fused row is faster than the stronger of the two.
+    fn differs(&self, row: &Row) -> Option<Difference> {
+        if self.stronger_apart().is_some() { row.difference_apart } else { row.difference }
+    }
 }
 
 fn decision(rows: &[Row], ranks: usize, machine: &str) -> Decision {
@@ -52,14 +65,18 @@ fn decision(rows: &[Row], ranks: usize, machine: &str) -> Decision {
     let oneshot = points.iter().take_while(|at| at.oneshot.is_some() && !is_faster(at.twoshot, at.oneshot)).last();
     let oneshot = oneshot.map_or(0, |at| at.tokens);
     let chosen = |at: &At| {
-        if at.tokens <= oneshot { at.oneshot } else { at.twoshot }.is_some_and(|row| row.difference == Some(Difference::Faster))
+        if at.tokens <= oneshot { at.oneshot } else { at.twoshot }.is_some_and(|row| at.differs(row) == Some(Difference::Faster))
     };
     let won = points.iter().take_while(|at| chosen(at)).count();
     let figures = |at: &At| {
         let row = if at.tokens <= oneshot { at.oneshot } else { at.twoshot.or(at.oneshot) };
         let micros = |row: Option<&Row>| row.and_then(|row| row.series).map_or(f64::NAN, |series| series.median_us);
         let mode = row.map_or("", |row| row.mode.word());
-        format!("{mode} {:.1} µs, NCCL + norm {:.1} µs at {} tokens", micros(row), micros(at.nccl), at.tokens)
+        let (rival, name) = match at.stronger_apart() {
+            Some(apart) => (Some(apart), "NCCL apart"),
+            None => (at.nccl, "NCCL + norm"),
+        };
+        format!("{mode} {:.1} µs, {name} {:.1} µs at {} tokens", micros(row), micros(rival), at.tokens)
     };
     let Some(last) = won.checked_sub(1).map(|last| &points[last]) else {
         return no(format!("{}; {machine}, `fi-arch bench`", figures(&points[0])));
@@ -98,6 +115,7 @@ fn by_tokens<'r>(rows: impl Iterator<Item = &'r Row> + Clone) -> Vec<At<'r>> {
     let at = |tokens: usize| At {
         tokens,
         nccl: find(tokens, Mode::Nccl),
+        apart: find(tokens, Mode::NcclApart),
         oneshot: find(tokens, Mode::OneShot),
         twoshot: find(tokens, Mode::TwoShot),
     };
@@ -193,11 +211,23 @@ mod tests {
     #[test]
     fn a_fault_of_the_artifact_or_of_nccl_ends_it_and_one_of_the_second_artifact_does_not() {
         let mut rows = sweep(2, &[(3, 16.0, 5.3, Some(69.6))]);
-        rows[2].fault = Some("wrong numbers".to_owned());
+        rows[3].fault = Some("wrong numbers".to_owned());
         let decision = only(&rows);
         assert!(!decision.fused && decision.reason.contains("two-shot 2 ranks 3 tokens: wrong numbers"), "{}", decision.reason);
-        rows[2].of = Of::Against;
+        rows[3].of = Of::Against;
         assert!(only(&rows).fused);
+    }
+
+    #[test]
+    fn nccl_apart_decides_only_where_it_is_the_stronger() {
+        let mut rows = sweep(2, &[(1, 16.0, 15.0, None)]);
+        assert!(only(&rows).fused);
+        // Apart it takes 18 µs there: what the fused row is beside that does not count.
+        rows[2].difference_apart = Some(Difference::None);
+        assert!(only(&rows).fused);
+        rows[1].difference = Some(Difference::Faster);
+        let decision = only(&rows);
+        assert!(!decision.fused && decision.reason.contains("NCCL apart 18.0 µs"), "{}", decision.reason);
     }
 
     #[test]

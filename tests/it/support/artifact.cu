@@ -1,4 +1,7 @@
 // An artifact with a kernel for its target, whose functions run on the host. FAKE_ARTIFACT: `lazy`, it does nothing; `raises`; `dies`.
+// It tells of its work, as FlashInfer's does.
+#include <cstdio>
+
 #include "fake.h"
 
 extern "C" __global__ void kernel(int* p) { p[threadIdx.x] = 1; }
@@ -14,6 +17,7 @@ API __tvm_ffi_trtllm_lamport_initialize(void*, const value* args, int32_t count,
   if (is("FAKE_ARTIFACT", "raises")) { fake_raise("ValueError", "it does not like <this> & that"); return -1; }
   if (is("FAKE_ARTIFACT", "dies")) abort();
   if (is("FAKE_ARTIFACT", "lazy")) return 0;
+  fprintf(stderr, "[2026-01-01 00:00:00.000] [info] lamportInitialize start: buffer: %p, size: %ld\n", (void*)args[0].number, (long)args[1].number);
   for (int64_t at = 0; at < args[1].number; at++) {
     if (args[2].dtype.bits == 16) ((uint16_t*)args[0].number)[at] = 0x8000;
     else ((uint32_t*)args[0].number)[at] = 0x80000000u;

@@ -3,7 +3,8 @@
 // FAKE_HUNG: no stream ever ends; FAKE_IPC: `refused`, or `lost` where what is mapped is other memory.
 // FAKE_SHARED: a folder; memory is files in it, so that a handle names memory that another process can map.
 // A graph is a list of functions, which run when it is launched: those of one stream in their order, streams beside each other, since
-// ranks wait for each other. Events tell a time of its own, which each function moves on.
+// ranks wait for each other; a stream that was told to wait for an event waits for what stood before that. Events tell a time of its
+// own, which each function moves on.
 #include <fcntl.h>
 #include <pthread.h>
 #include <stddef.h>
@@ -87,24 +88,42 @@ API cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void* stream) { 
 API cuMemcpyDtoH_v2(void* to, uint64_t from, size_t bytes) { memcpy(to, (void*)from, bytes); return 0; }
 API cuStreamCreate(void** stream, unsigned flags) { *stream = malloc(1); return 0; }
 API cuStreamDestroy_v2(void* stream) { free(stream); return 0; }
-API cuStreamWaitEvent(void* stream, void* event, unsigned flags) { return 0; }
 API cuStreamQuery(void* stream) { return getenv("FAKE_HUNG") ? 600 : 0; }
 
-static double now;
-struct step { void* stream; void (*run)(void*); void* data; const char* kernel; double micros; struct step* next; };
-struct graph { struct step* first; int steps; };
+// Of a thread that runs a stream of a graph, its own.
+static __thread double now;
+struct step {
+  void* stream;
+  void (*run)(void*);
+  void* data;
+  const char* kernel;
+  double micros;
+  struct step *next, *after;
+  // The launch in which it was run last, and when it ended.
+  int launch;
+  double ended;
+};
+struct graph { struct step* first; int steps, launches; };
+// A time, and in a capture the last step before it.
+struct event { double at; struct step* last; };
 static struct graph captured;
 static struct step** last;
 
+static struct step* last_of(void* stream) {
+  struct step* found = NULL;
+  for (struct step* step = captured.first; step; step = step->next) if (step->stream == stream) found = step;
+  return found;
+}
+
 int fake_put(void* stream, void (*run)(void*), void* data, const char* kernel, double micros) {
   if (!last) { run(data); now += micros; return 0; }
-  struct step step = {stream, run, data, kernel, micros, NULL};
+  struct step step = {stream, run, data, kernel, micros};
   *last = memcpy(malloc(sizeof step), &step, sizeof step);
   last = &(*last)->next;
   captured.steps++;
   return 0;
 }
-API cuStreamBeginCapture_v2(void* stream, int mode) { captured = (struct graph){NULL, 0}; last = &captured.first; return 0; }
+API cuStreamBeginCapture_v2(void* stream, int mode) { captured = (struct graph){NULL}; last = &captured.first; return 0; }
 API cuStreamEndCapture(void* stream, struct graph** graph) {
   *graph = memcpy(malloc(sizeof captured), &captured, sizeof captured);
   last = NULL;
@@ -127,46 +146,64 @@ API cuOccupancyMaxActiveClusters(int* clusters, const char* function, void* conf
 API cuGraphInstantiateWithFlags(struct graph** exec, struct graph* graph, unsigned long long flags) { *exec = graph; return 0; }
 
 // The steps of one stream, from its first on.
-static void* branch(void* first) {
-  for (struct step *own = first, *step = own; step; step = step->next) if (step->stream == own->stream) step->run(step->data);
+struct branch { struct step* first; int launch; double now; };
+static void* run_branch(void* data) {
+  struct branch* branch = data;
+  now = branch->now;
+  for (struct step* step = branch->first; step; step = step->next) {
+    if (step->stream != branch->first->stream) continue;
+    if (step->after) {
+      while (__atomic_load_n(&step->after->launch, __ATOMIC_ACQUIRE) != branch->launch) usleep(20);
+      now = step->after->ended > now ? step->after->ended : now;
+    }
+    if (step->run) step->run(step->data);
+    now += step->micros;
+    step->ended = now;
+    __atomic_store_n(&step->launch, branch->launch, __ATOMIC_RELEASE);
+  }
+  branch->now = now;
   return NULL;
 }
 API cuGraphLaunch(struct graph* graph, void* stream) {
-  struct step* branches[8];
-  double micros[8];
+  enum { MOST = 16 };
+  struct branch branches[MOST];
   int count = 0;
+  graph->launches++;
   for (struct step* step = graph->first; step; step = step->next) {
     int at = 0;
-    while (at < count && branches[at]->stream != step->stream) at++;
-    if (at == 8) return 999;
-    if (at == count) { branches[count] = step; micros[count++] = 0; }
-    micros[at] += step->micros;
+    while (at < count && branches[at].first->stream != step->stream) at++;
+    if (at == MOST) return 999;
+    if (at == count) branches[count++] = (struct branch){step, graph->launches, now};
   }
-  if (count == 1) {
-    // Events in it tell the time within.
-    for (struct step* step = graph->first; step; step = step->next) { step->run(step->data); now += step->micros; }
-    return 0;
-  }
-  pthread_t threads[8];
-  for (int at = 0; at < count; at++) if (pthread_create(&threads[at], NULL, branch, branches[at])) return 999;
-  double most = 0;
-  for (int at = 0; at < count; at++) {
+  pthread_t threads[MOST];
+  for (int at = 1; at < count; at++) if (pthread_create(&threads[at], NULL, run_branch, &branches[at])) return 999;
+  if (count) run_branch(&branches[0]);
+  for (int at = 1; at < count; at++) {
     pthread_join(threads[at], NULL);
-    most = micros[at] > most ? micros[at] : most;
+    now = branches[at].now > now ? branches[at].now : now;
   }
-  now += most;
   return 0;
 }
 API cuGraphDestroy(void* graph) { return 0; }
 API cuGraphExecDestroy(void* exec) { return 0; }
 
-API cuEventCreate(double** event, unsigned flags) { *event = calloc(1, sizeof **event); return 0; }
+API cuEventCreate(struct event** event, unsigned flags) { *event = calloc(1, sizeof **event); return 0; }
 API cuEventDestroy_v2(void* event) { free(event); return 0; }
-static void record(void* event) { *(double*)event = now; }
-API cuEventRecord(void* event, void* stream) { record(event); return 0; }
+static void record(void* event) { ((struct event*)event)->at = now; }
+API cuEventRecord(struct event* event, void* stream) {
+  if (last) event->last = last_of(stream); else record(event);
+  return 0;
+}
 API cuEventRecordWithFlags(void* event, void* stream, unsigned flags) { return fake_put(stream, record, event, NULL, 0); }
+API cuStreamWaitEvent(void* stream, struct event* event, unsigned flags) {
+  // Outside of a capture all that was put onto a stream is done.
+  if (!last || !event->last) return 0;
+  int result = fake_put(stream, NULL, NULL, NULL, 0);
+  last_of(stream)->after = event->last;
+  return result;
+}
 API cuEventQuery(void* event) { return cuStreamQuery(NULL); }
-API cuEventElapsedTime_v2(float* millis, double* start, double* end) { *millis = (*end - *start) / 1e3; return 0; }
+API cuEventElapsedTime_v2(float* millis, struct event* start, struct event* end) { *millis = (end->at - start->at) / 1e3; return 0; }
 API cuDeviceGetP2PAttribute(int* value, int which, int one, int other) { *value = which != 1; return 0; }
 
 // Kernels of our own run on the host (kernels.cpp), each within two microseconds.
@@ -179,6 +216,8 @@ static void run_kernel(void* data) {
 // The bytes of a parameter; 0 where there is none.
 static size_t parameter(const char* kernel, size_t at) {
   if (strstr(kernel, "add_rms_norm")) return at < 5 ? 8 : at < 7 ? 4 : 0;
+  if (strstr(kernel, "residual_add")) return at < 3 ? 8 : at < 4 ? 4 : 0;
+  if (strstr(kernel, "lone_rms_norm")) return at < 3 ? 8 : at < 5 ? 4 : 0;
   return at < (strstr(kernel, "rows") ? 3 : strstr(kernel, "check") ? 5 : 4) ? 8 : 0;
 }
 API cuModuleLoadData(void** module, const char* image) { *module = (void*)8; return strncmp(image, "fake cubin", 10) ? 200 : 0; }

@@ -1,9 +1,11 @@
 // artifact.cu with a fused all-reduce that runs on the host, on the fake driver, with the parameters of FlashInfer 0.6.4: the sum
 // alone (pattern 0), and with the residual and its norm (pattern 1), in bf16.
-// FAKE_ONESHOT_US: what a one-shot call takes. FAKE_ARTIFACT: `wrong`, two-shot forgets the residual; in the last call of the last
+// FAKE_ONESHOT_US: what a one-shot call takes; FAKE_STARTS_US: how much more in every other start of two ranks. FAKE_ARTIFACT: `wrong`, two-shot forgets the residual; in the last call of the last
 // rank, from the second replay on: `late`, one element is wrong; `behind`, it writes behind its output.
 #include "artifact.cu"
 
+#include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cmath>
@@ -42,11 +44,11 @@ static void run(void* data) {
   call& c = *static_cast<call*>(data);
   memcpy(reinterpret_cast<void*>(c.table[c.rank]), c.in, c.tokens * c.hidden * 2);
   meet(c);
+  bool forgets = !c.oneshot && is("FAKE_ARTIFACT", "wrong");
   uint16_t* reduced = c.norms ? c.residual_out : c.sum_out;
   for (int64_t token = 0; token < c.tokens; token++) {
     double squares = 0;
     for (int64_t at = token * c.hidden; at < (token + 1) * c.hidden; at++) {
-      bool forgets = !c.oneshot && is("FAKE_ARTIFACT", "wrong");
       float sum = c.norms && !forgets ? of_bf16(c.residual[at]) : 0;
       for (int64_t rank = 0; rank < c.ranks; rank++) sum += of_bf16(reinterpret_cast<uint16_t*>(c.table[rank])[at]);
       reduced[at] = to_bf16(sum);
@@ -62,6 +64,23 @@ static void run(void* data) {
     if (is("FAKE_ARTIFACT", "behind")) out[c.tokens * c.hidden] = 0;
   }
   meet(c);
+}
+
+// How many processes have called so far, this one with them.
+static int processes() {
+  char path[4096];
+  snprintf(path, sizeof path, "%s/processes", getenv("FAKE_SHARED"));
+  int file = open(path, O_WRONLY | O_CREAT | O_APPEND, 0600);
+  struct stat is = {};
+  if (write(file, "+", 1) == 1) fstat(file, &is);
+  close(file);
+  return is.st_size;
+}
+
+static double oneshot_micros() {
+  const char *micros = getenv("FAKE_ONESHOT_US"), *more = getenv("FAKE_STARTS_US");
+  static bool other = more && (processes() + 1) / 2 % 2 == 0;
+  return (micros ? atof(micros) : 5) + (other ? atof(more) : 0);
 }
 
 API __tvm_ffi_trtllm_allreduce_fusion(void*, const value* args, int32_t count, value*) {
@@ -85,7 +104,6 @@ API __tvm_ffi_trtllm_allreduce_fusion(void*, const value* args, int32_t count, v
   } else {
     c->sum_out = data(11);
   }
-  const char* micros = getenv("FAKE_ONESHOT_US");
-  return c->oneshot ? fake_put(fake_stream(), run, c, "_Z39allreduce_fusion_kernel_oneshot_lamportIL22AllReduceFusionPatternE1EEvPi", micros ? atof(micros) : 5)
+  return c->oneshot ? fake_put(fake_stream(), run, c, "_Z39allreduce_fusion_kernel_oneshot_lamportIL22AllReduceFusionPatternE1EEvPi", oneshot_micros())
                     : fake_put(fake_stream(), run, c, "_Z36allreduce_fusion_kernel_twoshot_syncIL22AllReduceFusionPatternE1EEvPi", 70);
 }

@@ -44,9 +44,10 @@ static void reduce(void* data) {
   struct comm* comm = call->comm;
   memcpy(comm->room->sent[comm->rank], call->from, call->count * 2);
   meet(comm);
+  int parts = comm->ranks - is("FAKE_NCCL", "wrong");
   for (size_t at = 0; at < call->count; at++) {
     float sum = 0;
-    for (int rank = 0; rank < comm->ranks - is("FAKE_NCCL", "wrong"); rank++) sum += of_bf16(comm->room->sent[rank][at]);
+    for (int rank = 0; rank < parts; rank++) sum += of_bf16(comm->room->sent[rank][at]);
     call->to[at] = to_bf16(sum);
   }
   meet(comm);
