@@ -102,7 +102,6 @@ pub fn plan(inputs: &Inputs) -> Result<Plan> {
         includes.push((include.flag.clone(), place(&include.dir, toolkit)?));
     }
 
-    let optimisation = &speed().host_optimisation;
     let mut flags = Vec::new();
     for stand_in in inputs.stand_ins {
         flags.extend(["-include".to_owned(), units::stand_in_path(stand_in)]);
@@ -115,7 +114,6 @@ pub fn plan(inputs: &Inputs) -> Result<Plan> {
                 "-I" => vec![format!("-I{dir}")],
                 _ => vec![flag.clone(), dir.clone()],
             })),
-            text if text == optimisation.from => flags.push(optimisation.to.clone()),
             text => flags.push(text.to_owned()),
         }
     }
@@ -179,11 +177,13 @@ fn driver_stub_command() -> Vec<String> {
 /// `-ccbin` names one host compiler for nvcc and for the link; intermediate files keep fixed names, since nvcc's random ones
 /// end up in the object.
 fn compile_command(unit: &Unit, flags: &[String]) -> Vec<String> {
-    let Unit { name, path, flags: first } = unit;
+    let Unit { name, path, source, flags: first } = unit;
     let mut argv: Vec<String> = ["cuda/bin/nvcc", "-ccbin", HOST_COMPILER, "--keep", "--keep-dir"].map(Into::into).to_vec();
     argv.push(format!("keep/{name}"));
     argv.extend(["--generate-dependencies-with-compile".to_owned(), "--dependency-output".to_owned(), depfile(name)]);
-    argv.extend(first.iter().chain(flags).cloned());
+    let optimisation = &speed().host_optimisation;
+    let quick = |flag: &String| *flag == optimisation.from && !optimisation.except.contains(source);
+    argv.extend(first.iter().chain(flags).map(|flag| if quick(flag) { optimisation.to.clone() } else { flag.clone() }));
     argv.extend(["-c".to_owned(), path.clone(), "-o".to_owned(), format!("obj/{name}.o")]);
     argv
 }

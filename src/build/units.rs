@@ -29,6 +29,8 @@ pub struct Unit {
     pub name: String,
     /// Its path in the build folder.
     pub path: String,
+    /// The source that it is made of, as the tables name it.
+    pub source: String,
     /// Flags that go before all others.
     pub flags: Vec<String>,
 }
@@ -94,12 +96,13 @@ pub fn units(layout: Layout, sources: &[(&str, String)], overlay: &Overlay, pack
             small.extend(shards.units.iter().map(|unit| Unit {
                 name: shard_name(shards, unit),
                 path: format!("{OURS}/{}", shard_path(shards, unit)),
+                source: shards.source.clone(),
                 flags: speed().shard_flags.clone(),
             }));
             ours.extend(files(shards).map(|(path, _)| path));
             flags = vec!["-isystem".to_owned(), format!("{OURS}/{}", before(shards))];
         }
-        rest.push(Unit { name: stem(source), path: path.clone(), flags });
+        rest.push(Unit { name: stem(source), path: path.clone(), source: (*source).to_owned(), flags });
     }
     small.extend(rest);
     (small, ours)

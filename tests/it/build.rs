@@ -459,3 +459,29 @@ fn a_home_that_cannot_be_written_is_told() {
     command.env("FI_ARCH_HOME", "/proc/fi-arch");
     Ran::of(&mut command).exits(3).says("hint:");
 }
+
+#[test]
+fn many_jobs_split_the_sources_and_ask_for_the_same_artifact() {
+    let sandbox = Sandbox::new();
+    let dry = |jobs: &str| sandbox.build(&["--dry-run", "--sm", "120", "--flashinfer", RELEASE, "--jobs", jobs]);
+    let compiles = |dry: &serde_json::Value| -> Vec<Vec<String>> {
+        let commands: Vec<Vec<String>> = serde_json::from_value(dry["commands"].clone()).unwrap();
+        commands.into_iter().filter(|command| command.contains(&"-c".to_owned())).collect()
+    };
+    let (whole, by_type, finest) = (dry("1"), dry("5"), dry("16"));
+    assert_eq!([&whole, &by_type, &finest].map(|dry| compiles(dry).len()), [3, 3 + 8, 3 + 17]);
+    assert_eq!(whole["request"], finest["request"], "a store answers whoever asks, of many cores or few");
+    assert_eq!(whole["request"], by_type["request"]);
+    for dry in [&whole, &by_type, &finest] {
+        for command in compiles(dry) {
+            let unit = command.iter().find(|word| word.ends_with(".cu")).unwrap();
+            let as_released = unit.contains("trtllm_moe");
+            assert_eq!(command.iter().any(|word| word == "-O3"), as_released, "{unit}");
+            assert_eq!(command.iter().any(|word| word == "-O1"), !as_released, "{unit}");
+        }
+    }
+    // What keeps other units from making the same is in front of each source that was split, and of no other.
+    let before = |command: &Vec<String>| command.iter().any(|word| word.starts_with("ours/before/"));
+    assert_eq!(compiles(&whole).iter().filter(|command| before(command)).count(), 0);
+    assert_eq!(compiles(&finest).iter().filter(|command| before(command)).count(), 3);
+}
