@@ -1,5 +1,6 @@
 //! The folder that a build runs in. Everything that a compiler reads has a fixed relative name in it, so that neither the
-//! product nor its dependency files know where anything lies: two machines with equal inputs write equal bytes.
+//! product nor its dependency files know where anything lies: two machines with equal inputs, and as many units,
+//! write equal bytes.
 //!
 //! ```text
 //! <build folder>/
