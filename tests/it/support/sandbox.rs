@@ -45,8 +45,16 @@ impl Sandbox {
             fs::create_dir_all(&home).unwrap();
             // It may be there already.
             let _ = std::os::unix::fs::symlink("../fetched", home.join("wheels"));
-            let mut command = sandbox.command(&[&["build"], SMALL].concat());
-            Ran::of(command.env("FI_ARCH_HOME", &home)).exits(0);
+            let build = || {
+                let mut command = sandbox.command(&[&["build"], SMALL].concat());
+                Ran::of(command.env("FI_ARCH_HOME", &home)).exits(0);
+            };
+            build();
+            // Tests count artifacts: one of an earlier state of this program must not stand beside that of the present one.
+            if fs::read_dir(home.join("store/v1/artifacts")).unwrap().count() > 1 {
+                fs::remove_dir_all(home.join("store")).unwrap();
+                build();
+            }
             home
         });
         copy_dir(&home.join("store"), &sandbox.home().join("store"));
