@@ -483,7 +483,12 @@ fn stand_ins(flashinfer: &FlashInfer, memo: &Memo) -> Vec<&'static StandIn> {
 /// What is really run, and how many jobs at once: sources are split where the machine can carry enough jobs.
 fn work(prepared: &Prepared, asked: Option<usize>) -> Result<(Plan, limits::Jobs)> {
     let Prepared { module, overlay, flashinfer, tvm_ffi, cxx11_abi, toolkit, cudart, host, target, retarget, .. } = prepared;
-    let split = plan::plan(&plan::Inputs {
+    // What is moved to another GPU goes through programs of ours, which know the flags of whole sources.
+    let layout = match retarget {
+        Some(_) => Layout::Whole,
+        None => Layout::ForJobs(limits::jobs(usize::MAX, asked).count),
+    };
+    let plan = plan::plan(&plan::Inputs {
         module,
         recipe: prepared.recipe,
         overlay,
@@ -496,10 +501,8 @@ fn work(prepared: &Prepared, asked: Option<usize>) -> Result<(Plan, limits::Jobs
         target: *target,
         retarget: retarget.as_ref(),
         stand_ins: &prepared.stand_ins,
-        layout: Layout::ForJobs(limits::jobs(usize::MAX, asked).count),
+        layout,
     })?;
-    // What is moved to another GPU goes through programs of ours, which know the flags of whole sources.
-    let plan = if retarget.is_none() { split } else { prepared.plan.clone() };
     let jobs = limits::jobs(plan.units.len(), asked);
     Ok((plan, jobs))
 }

@@ -2,10 +2,12 @@
 //! its kernels, so that many cores have something to do.
 //!
 //! Both make the same kernels, instruction by instruction; the bytes of the file differ, so what a store holds is keyed by the units too,
-//! while a request is the same for all and is answered by whichever is there. A source is split without a change of its text: a header of ours that goes
-//! before the source's own declares instantiations `extern template`, and small units make them.
+//! while a request is the same for all and is answered by whichever is there. A source is split without a change of its text: a
+//! header of ours that goes before the source's own declares instantiations `extern template`, and small units make them.
 
+use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::OnceLock;
 
 use crate::overlay::Overlay;
 use crate::overlay::headers;
@@ -43,12 +45,13 @@ const BEFORE: &str = "before";
 const SHARDS: &str = "shards";
 
 /// The file of our own at `path` in the build folder's `ours`, for stand-ins and split sources; none where there is no such file.
-pub fn file(path: &str) -> Option<String> {
+pub fn file(path: &str) -> Option<&'static str> {
+    // A store's answer asks for each file of a split build: all are made once.
+    static SPLIT: OnceLock<BTreeMap<String, String>> = OnceLock::new();
     if let Some(header) = path.strip_prefix("include/") {
-        let known = speed().stand_ins.iter().any(|one| one.header == header);
-        return known.then(|| headers::text(header).to_owned());
+        return speed().stand_ins.iter().any(|one| one.header == header).then(|| headers::text(header));
     }
-    speed().shards.iter().find_map(|shards| files(shards).find(|(name, _)| name == path)).map(|(_, text)| text)
+    SPLIT.get_or_init(|| speed().shards.iter().flat_map(files).collect()).get(path).map(String::as_str)
 }
 
 /// The files that splitting a source takes: the header that goes before its own, and each unit.
