@@ -15,10 +15,10 @@ use rayon::prelude::*;
 use crate::build::closure::{self, Located};
 use crate::build::compile::{self, JobStatus};
 use crate::build::consumer::Consumer;
-use crate::build::plan::{self, Plan};
+use crate::build::plan::{self, Basis, Plan};
 use crate::build::provision::{self, Mode};
 use crate::build::retarget::Retarget;
-use crate::build::toolchain::{self, Cudart, HostCompiler, Toolkit};
+use crate::build::toolchain::{self, Cudart, Toolkit};
 use crate::build::units::{self, Layout};
 use crate::build::{limits, view};
 use crate::cancel;
@@ -33,7 +33,7 @@ use crate::store::{
     self, Closure, EditRecord, Entry, Fields, FileRecord, Input, Inputs, Key, MANIFEST_FORMAT, Manifest, Store, VerdictRecord,
 };
 use crate::survey::{self, Environment, FlashInfer, TvmFfi};
-use crate::tables::{self, DependencyMarks, Module, Recipe, StandIn, Tables};
+use crate::tables::{self, DependencyMarks, Module, StandIn, Tables};
 use crate::target::{self, CudaVersion, Target};
 
 pub use bundle::{Exported, Imported, export, import, open as open_bundle};
@@ -82,23 +82,11 @@ pub type Observer<'a> = &'a mut dyn FnMut(Event);
 /// Everything that is known before compiling.
 #[derive(Debug)]
 pub struct Prepared {
-    pub module: &'static Module,
-    pub flashinfer: FlashInfer,
-    pub tvm_ffi: TvmFfi,
+    pub basis: Basis,
     /// Who will load the artifact, where that is known.
     pub consumer: Option<Consumer>,
-    pub toolkit: Toolkit,
-    pub cudart: Cudart,
-    pub host: HostCompiler,
-    pub target: Target,
-    /// Where the code is to run on another GPU than the target.
-    pub retarget: Option<Retarget>,
-    pub overlay: Overlay,
     /// The ids of the defects that this FlashInfer has and that the request leaves as they are.
     pub left_out: Vec<String>,
-    recipe: &'static Recipe,
-    /// Headers of ours that stand in for FlashInfer's.
-    stand_ins: Vec<&'static StandIn>,
     /// With whole sources: what is asked for is the same on machines of many and of few cores.
     pub plan: Plan,
     /// The key of everything known before compiling.
@@ -107,7 +95,6 @@ pub struct Prepared {
     fields: Fields,
     /// The oldest Linux driver that can run the product.
     pub min_driver: Option<&'static str>,
-    cxx11_abi: bool,
     sources: Vec<Vec<u8>>,
 }
 
@@ -375,7 +362,7 @@ pub fn dry_run(request: &Request, context: &Context, observe: Observer) -> Resul
         return Ok(DryRun { flashinfer, overlay, target, run_on, consumer, cudart, min_driver, planned: None, would_fetch });
     }
     let prepared = prepare_on(ground, overlay, module, &offline, context, observe)?;
-    if let Some(why) = misfit(&prepared.flashinfer, &prepared.tvm_ffi) {
+    if let Some(why) = misfit(&prepared.basis.flashinfer, &prepared.basis.tvm_ffi) {
         observe(Event::Warning(format!("a build would be refused: {why}")));
     }
     let store = Store::open(&context.home)?;
@@ -383,7 +370,7 @@ pub fn dry_run(request: &Request, context: &Context, observe: Observer) -> Resul
     let explanation = offline.explain.then(|| explain::explain(&prepared, &store, entry.as_ref(), &context.memo));
     context.memo.save();
     let (plan, _) = work(&prepared, offline.jobs)?;
-    let Prepared { flashinfer, overlay, request, min_driver, cudart, .. } = prepared;
+    let Prepared { basis: Basis { flashinfer, overlay, cudart, .. }, request, min_driver, .. } = prepared;
     let (cudart, planned) = (cudart.word(), Some(Planned { plan, request, entry, explanation }));
     Ok(DryRun { flashinfer, overlay, target, run_on, consumer, cudart, min_driver, planned, would_fetch })
 }
@@ -419,56 +406,21 @@ fn prepare_on(
     let retarget = run_on.map(|run_on| Retarget::new(&toolkit, target, run_on)).transpose()?;
     let flashinfer = ground.flashinfer;
     let left_out = left_out(module, &flashinfer, &overlay, request)?;
-    let recipe: &'static Recipe = Tables::load().recipe_for(&flashinfer.package, &flashinfer.version)?;
+    let recipe = Tables::load().recipe_for(&flashinfer.package, &flashinfer.version)?;
     let consumer = ground.consumer;
     let cxx11_abi = consumer.as_ref().and_then(|consumer| consumer.cxx11_abi).unwrap_or(true);
     let stand_ins = stand_ins(&flashinfer, memo);
-    let inputs = plan::Inputs {
-        module,
-        recipe,
-        overlay: &overlay,
-        package: &flashinfer.package,
-        tvm_ffi: &tvm_ffi,
-        cxx11_abi,
-        toolkit: &toolkit,
-        cudart: &cudart,
-        host: &host,
-        target,
-        retarget: retarget.as_ref(),
-        stand_ins: &stand_ins,
-        layout: Layout::Whole,
-    };
-    let plan = plan::plan(&inputs)?;
+    let min_driver = tables::min_driver(toolkit.version, run_on.unwrap_or(target));
+    let basis =
+        Basis { module, recipe, overlay, flashinfer, tvm_ffi, cxx11_abi, toolkit, cudart, host, target, retarget, stand_ins };
+    let plan = plan::plan(&basis, Layout::Whole)?;
     let sources = plan
         .sources
         .iter()
-        .map(|source| contents(&plan.view.locate(&source.path), &plan, &overlay))
+        .map(|source| contents(&plan.view.locate(&source.path), &plan, &basis.overlay))
         .collect::<Result<Vec<_>>>()?;
-    let min_driver = tables::min_driver(toolkit.version, run_on.unwrap_or(target));
-    let mut prepared = Prepared {
-        module,
-        flashinfer,
-        tvm_ffi,
-        consumer,
-        toolkit,
-        cudart,
-        host,
-        target,
-        retarget,
-        overlay,
-        left_out,
-        recipe,
-        stand_ins,
-        plan,
-        request: Fields::new(PLAN_FORMAT).key(),
-        fields: Fields::new(PLAN_FORMAT),
-        min_driver,
-        cxx11_abi,
-        sources,
-    };
-    prepared.fields = request_fields(&prepared, memo)?;
-    prepared.request = prepared.fields.key();
-    Ok(prepared)
+    let fields = request_fields(&basis, &plan, &sources, memo)?;
+    Ok(Prepared { basis, consumer, left_out, plan, request: fields.key(), fields, min_driver, sources })
 }
 
 /// The headers that can stand in for those of this FlashInfer.
@@ -482,27 +434,12 @@ fn stand_ins(flashinfer: &FlashInfer, memo: &Memo) -> Vec<&'static StandIn> {
 
 /// What is really run, and how many jobs at once: sources are split where the machine can carry enough jobs.
 fn work(prepared: &Prepared, asked: Option<usize>) -> Result<(Plan, limits::Jobs)> {
-    let Prepared { module, overlay, flashinfer, tvm_ffi, cxx11_abi, toolkit, cudart, host, target, retarget, .. } = prepared;
     // What is moved to another GPU goes through programs of ours, which know the flags of whole sources.
-    let layout = match retarget {
+    let layout = match prepared.basis.retarget {
         Some(_) => Layout::Whole,
         None => Layout::ForJobs(limits::jobs(usize::MAX, asked).count),
     };
-    let plan = plan::plan(&plan::Inputs {
-        module,
-        recipe: prepared.recipe,
-        overlay,
-        package: &flashinfer.package,
-        tvm_ffi,
-        cxx11_abi: *cxx11_abi,
-        toolkit,
-        cudart,
-        host,
-        target: *target,
-        retarget: retarget.as_ref(),
-        stand_ins: &prepared.stand_ins,
-        layout,
-    })?;
+    let plan = plan::plan(&prepared.basis, layout)?;
     let jobs = limits::jobs(plan.units.len(), asked);
     Ok((plan, jobs))
 }
@@ -553,10 +490,11 @@ pub fn outside_of_range(flashinfer: &str, tvm_ffi: &str) -> Option<String> {
 
 /// Its headers are compiled in, and its library is called: another version fails after minutes, or later.
 fn check_fit(prepared: &Prepared) -> Result<()> {
-    let Some(why) = misfit(&prepared.flashinfer, &prepared.tvm_ffi) else { return Ok(()) };
+    let Basis { flashinfer, tvm_ffi, .. } = &prepared.basis;
+    let Some(why) = misfit(flashinfer, tvm_ffi) else { return Ok(()) };
     Err(Error::unsupported("this FlashInfer and this apache-tvm-ffi do not fit each other")
         .because(why)
-        .hint(format!("install one that fits where FlashInfer is; the one found is {}", prepared.tvm_ffi.package.display())))
+        .hint(format!("install one that fits where FlashInfer is; the one found is {}", tvm_ffi.package.display())))
 }
 
 fn fetched_toolkit(root: &Path, memo: &Memo) -> Result<Toolkit> {
@@ -590,8 +528,8 @@ fn toolkit(ground: &Ground, request: &Request, context: &Context, observe: Obser
 }
 
 /// Everything that is known before compiling: commands, tools, sources, overlay. Contents and modes, no paths.
-fn request_fields(prepared: &Prepared, memo: &Memo) -> Result<Fields> {
-    let Prepared { module, tvm_ffi, toolkit, cudart, host, target, retarget, overlay, plan, sources, cxx11_abi, .. } = prepared;
+fn request_fields(basis: &Basis, plan: &Plan, sources: &[Vec<u8>], memo: &Memo) -> Result<Fields> {
+    let Basis { module, tvm_ffi, toolkit, cudart, host, target, retarget, overlay, cxx11_abi, stand_ins, .. } = basis;
     let mut fields = Fields::new(PLAN_FORMAT);
     fields
         .text("judge", judge::RULES)
@@ -620,7 +558,7 @@ fn request_fields(prepared: &Prepared, memo: &Memo) -> Result<Fields> {
         }
     }
     // What a source is split into is known of each compile, like the headers that it read.
-    for one in &prepared.stand_ins {
+    for one in stand_ins {
         let text = units::file(&format!("include/{}", one.header)).expect("the tables' stand-ins are carried in the program");
         fields.digest(&format!("stand-in {}", one.header), Digest::of(text.as_bytes()));
     }
@@ -647,7 +585,7 @@ fn content(prepared: &Prepared, file: &Located, memo: &Memo) -> Result<Digest> {
         return Ok(Digest::of(text.as_bytes()));
     }
     if file.root == view::OVERLAY {
-        let known = closure::overlay_file(&prepared.overlay, &file.path);
+        let known = closure::overlay_file(&prepared.basis.overlay, &file.path);
         let known = known.ok_or_else(|| Error::refused(format!("the overlay has no {} any more", file.path)))?;
         return Ok(Digest::of(&known.post));
     }
@@ -658,7 +596,7 @@ fn content(prepared: &Prepared, file: &Located, memo: &Memo) -> Result<Digest> {
 /// The store's answer: an artifact whose every input has the same content today.
 fn look_up(prepared: &Prepared, store: &Store, memo: &Memo) -> Result<Option<Entry>> {
     for Closure { files } in store.closures(&prepared.request) {
-        if let Some(shadow) = closure::shadow(&files, &prepared.plan.include_dirs, &prepared.plan.view, &prepared.overlay) {
+        if let Some(shadow) = closure::shadow(&files, &prepared.plan.include_dirs, &prepared.plan.view, &prepared.basis.overlay) {
             tracing::info!("a stored artifact does not fit any more: {shadow}");
             continue;
         }
@@ -711,7 +649,8 @@ fn compile_and_publish(
     }
     if !prepared.left_out.is_empty() {
         // What is wrong in it need not show in the machine code.
-        return Err(Error::refused(format!("an artifact with a part of the edits is not stored: {}", prepared.module.name))
+        let module = &prepared.basis.module.name;
+        return Err(Error::refused(format!("an artifact with a part of the edits is not stored: {module}"))
             .because(format!("left out: {}", prepared.left_out.join(", "))));
     }
     let key = inputs.key();
@@ -730,11 +669,11 @@ fn twice(inventory: &cubin::Inventory) -> usize {
 
 /// Compiles and links in `dir`, and returns everything that the compilers read.
 fn compile(request: &Request, prepared: &Prepared, context: &Context, dir: &Path, observe: Observer) -> Result<Inputs> {
-    let Prepared { toolkit, cudart, host, target, retarget, .. } = prepared;
+    let Basis { module, toolkit, cudart, host, target, retarget, .. } = &prepared.basis;
     let (plan, jobs) = work(prepared, request.jobs)?;
     fs::create_dir_all(dir).map_err(|e| Error::io("create", dir, e))?;
     check_disk(dir, plan.sources.len())?;
-    plan.view.lay_out(dir, &prepared.overlay)?;
+    plan.view.lay_out(dir, &prepared.basis.overlay)?;
     for path in &plan.ours {
         let (file, text) = (dir.join(view::OURS).join(path), units::file(path).expect("a plan names files that there are"));
         let folder = file.parent().expect("it lies below the build folder");
@@ -751,7 +690,7 @@ fn compile(request: &Request, prepared: &Prepared, context: &Context, dir: &Path
 
     observe(Event::Step(format!(
         "compiling {} for {target}{}: {} sources in {} units, {} at once ({})",
-        prepared.module.name,
+        module.name,
         retarget.as_ref().map_or(String::new(), |retarget| format!(", to run on {}", retarget.to)),
         plan.sources.len(),
         plan.units.len(),
@@ -799,7 +738,7 @@ const DRIVER: &str = "libcuda.so.1";
 
 /// Judges an artifact against the module's rules and the libraries that will own its symbols.
 fn judge_it(prepared: &Prepared, inventory: &cubin::Inventory) -> Result<Verdict> {
-    let Prepared { module, tvm_ffi, toolkit, host, target, retarget, sources, .. } = prepared;
+    let Basis { module, tvm_ffi, toolkit, host, target, retarget, .. } = &prepared.basis;
     let cudart = cudart_of_consumer(prepared)?;
     let mut owners = Vec::new();
     let mut own = |name: &str, path: &Path| -> Result<()> {
@@ -817,7 +756,7 @@ fn judge_it(prepared: &Prepared, inventory: &cubin::Inventory) -> Result<Verdict
     if needed.iter().any(|name| name == DRIVER) {
         owners.push(Owner { name: DRIVER.to_owned(), exports: unversioned(toolchain::driver_functions(toolkit)?) });
     }
-    let exports = judge::exports_of(sources);
+    let exports = judge::exports_of(&prepared.sources);
     Ok(judge::judge(
         inventory,
         &Expectation {
@@ -834,7 +773,7 @@ fn judge_it(prepared: &Prepared, inventory: &cubin::Inventory) -> Result<Verdict
 /// The libcudart that the artifact will meet: the consumer's own where that file is at hand, else the toolkit's, which has the
 /// same SONAME. None for an artifact that holds its own.
 fn cudart_of_consumer(prepared: &Prepared) -> Result<Option<Owner>> {
-    let Cudart::Shared { file, soname } = &prepared.cudart else { return Ok(None) };
+    let Cudart::Shared { file, soname } = &prepared.basis.cudart else { return Ok(None) };
     let theirs = prepared.consumer.as_ref().and_then(|consumer| consumer.cudart.as_ref());
     Ok(Some(Owner { name: soname.clone(), exports: cubin::linkage(theirs.unwrap_or(file))?.exports }))
 }
@@ -855,7 +794,7 @@ fn unversioned(names: BTreeSet<String>) -> Vec<cubin::Symbol> {
 const SHOWN_NAMES: usize = 3;
 
 fn refusal(prepared: &Prepared, faults: &[judge::Fault]) -> Error {
-    let mut error = Error::refused(format!("the judge refused {} for {}", prepared.module.name, prepared.target));
+    let mut error = Error::refused(format!("the judge refused {} for {}", prepared.basis.module.name, prepared.basis.target));
     for fault in faults {
         let more = fault.names.len().saturating_sub(SHOWN_NAMES);
         let mut names = fault.names.iter().take(SHOWN_NAMES).cloned().collect::<Vec<_>>().join("\n");
@@ -876,9 +815,10 @@ fn manifest(
     artifact: &Path,
     started: Instant,
 ) -> Result<Manifest> {
+    let basis = &prepared.basis;
     let bytes = fs::read(artifact).map_err(|e| Error::io("read", artifact, e))?;
     let linkage = inventory.linkage.as_ref().expect("an artifact without linkage does not pass the judge");
-    let overlay = &prepared.overlay;
+    let overlay = &basis.overlay;
     let by_path: BTreeMap<&str, &overlay::File> = overlay.files.iter().map(|file| (file.path.as_str(), file)).collect();
     let edits = overlay.edits.iter().map(|edit| EditRecord {
         id: edit.id.clone(),
@@ -893,25 +833,25 @@ fn manifest(
         format: MANIFEST_FORMAT,
         key: inputs.key(),
         request: prepared.request,
-        module: prepared.module.name.clone(),
-        target: prepared.target.to_string(),
-        run_on: prepared.retarget.as_ref().map(|retarget| retarget.to.to_string()),
-        flashinfer: prepared.flashinfer.version.clone(),
-        tvm_ffi: prepared.tvm_ffi.version.clone(),
+        module: basis.module.name.clone(),
+        target: basis.target.to_string(),
+        run_on: basis.retarget.as_ref().map(|retarget| retarget.to.to_string()),
+        flashinfer: basis.flashinfer.version.clone(),
+        tvm_ffi: basis.tvm_ffi.version.clone(),
         artifact: FileRecord { file: prepared.plan.artifact.clone(), sha256: Digest::of(&bytes), bytes: bytes.len() as u64 },
-        nvcc: prepared.toolkit.full_version.clone(),
-        host_compiler: prepared.host.version.clone(),
+        nvcc: basis.toolkit.full_version.clone(),
+        host_compiler: basis.host.version.clone(),
         flags,
         units: Some(units::count(prepared.plan.sources.len(), inputs.files.iter().map(|input| &input.file))),
         edits: edits.collect(),
         verdict: verdict_record(verdict, linkage),
-        cudart: prepared.cudart.word().to_owned(),
+        cudart: basis.cudart.word().to_owned(),
         min_driver: prepared.min_driver.map(str::to_owned),
         inputs: None,
         created: store::timestamp(),
         fi_arch: env!("CARGO_PKG_VERSION").to_owned(),
         elapsed_s: started.elapsed().as_secs_f64(),
-        test_only: prepared.retarget.is_some(),
+        test_only: basis.retarget.is_some(),
     })
 }
 
@@ -932,11 +872,12 @@ fn verdict_record(verdict: &Verdict, linkage: &cubin::Linkage) -> VerdictRecord 
 
 /// Keeps the full output of a failed build under `home/logs` and names it in the error.
 fn keep_logs(error: Error, prepared: &Prepared, asked: Option<usize>, dir: &Path, home: &Path) -> Error {
-    let name = format!("{}-{}-{}.log", prepared.module.name, prepared.target, prepared.request.short());
+    let basis = &prepared.basis;
+    let name = format!("{}-{}-{}.log", basis.module.name, basis.target, prepared.request.short());
     let to = home.join("logs").join(name);
     let mut text = String::new();
     let plan = work(prepared, asked).map_or_else(|_| prepared.plan.clone(), |(plan, _)| plan);
-    for job in plan.compile_jobs(&prepared.host).into_iter().chain(plan.link_jobs(&prepared.host)) {
+    for job in plan.compile_jobs(&basis.host).into_iter().chain(plan.link_jobs(&basis.host)) {
         let Ok(output) = fs::read(dir.join("logs").join(format!("{}.log", job.label))) else { continue };
         text.push_str(&format!("$ {}\n{}\n", job.argv.join(" "), String::from_utf8_lossy(&output)));
     }

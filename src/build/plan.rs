@@ -1,4 +1,4 @@
-//! What a build will do, exactly: the commands, with every path relative to the build folder. Pure: the same inputs give the
+//! What a build will do, exactly: the commands, with every path relative to the build folder. Pure: the same basis gives the
 //! same plan, and the plan holds nothing that differs between machines but [`View`], which never reaches a command.
 
 use std::path::{Path, PathBuf};
@@ -10,33 +10,31 @@ use super::units::{self, Layout, Unit};
 use super::view::{CUDA, CUDA_INCLUDE, CUDA_LIB, DATA, OVERLAY, TVM_FFI, View};
 use crate::error::{Error, Result};
 use crate::overlay::Overlay;
-use crate::survey::TvmFfi;
+use crate::survey::{FlashInfer, TvmFfi};
 use crate::tables::{Module, Recipe, StandIn, speed};
 use crate::target::Target;
 
 /// Stands for the host compiler's path wherever commands are shown, compared or put into a key.
 pub const HOST_COMPILER: &str = "@host";
 
-/// Everything that decides a plan.
-#[derive(Debug, Clone, Copy)]
-pub struct Inputs<'a> {
-    pub module: &'a Module,
-    pub recipe: &'a Recipe,
-    pub overlay: &'a Overlay,
-    /// The `flashinfer` folder to build from.
-    pub package: &'a Path,
-    pub tvm_ffi: &'a TvmFfi,
+/// Everything that decides a plan, but for how its sources are split.
+#[derive(Debug)]
+pub struct Basis {
+    pub module: &'static Module,
+    pub recipe: &'static Recipe,
+    pub overlay: Overlay,
+    pub flashinfer: FlashInfer,
+    pub tvm_ffi: TvmFfi,
     /// torch's `_GLIBCXX_USE_CXX11_ABI`.
     pub cxx11_abi: bool,
-    pub toolkit: &'a Toolkit,
-    pub cudart: &'a Cudart,
-    pub host: &'a HostCompiler,
+    pub toolkit: Toolkit,
+    pub cudart: Cudart,
+    pub host: HostCompiler,
     pub target: Target,
     /// Where the code is to run on another GPU than the target. Changes no command: the view holds other programs.
-    pub retarget: Option<&'a Retarget>,
+    pub retarget: Option<Retarget>,
     /// Headers of ours that stand in for FlashInfer's.
-    pub stand_ins: &'a [&'a StandIn],
-    pub layout: Layout,
+    pub stand_ins: Vec<&'static StandIn>,
 }
 
 /// A source of the module.
@@ -67,14 +65,15 @@ pub struct Plan {
     pub view: View,
 }
 
-/// Makes the plan for `inputs`.
-pub fn plan(inputs: &Inputs) -> Result<Plan> {
-    let Inputs { module, recipe, overlay, package, toolkit, cudart, host, .. } = *inputs;
+/// Makes the plan that `basis` leads to.
+pub fn plan(basis: &Basis, layout: Layout) -> Result<Plan> {
+    let Basis { module, recipe, overlay, toolkit, cudart, host, .. } = basis;
+    let package = &basis.flashinfer.package;
     // Where links lead now: one that is turned to another folder in the middle (`/usr/local/cuda`) changes nothing.
     let real = |path: PathBuf| path.canonicalize().unwrap_or(path);
     let mut links = vec![
         (DATA, real(package.join("data"))),
-        (TVM_FFI, real(inputs.tvm_ffi.package.clone())),
+        (TVM_FFI, real(basis.tvm_ffi.package.clone())),
         (CUDA, real(toolkit.root.clone())),
     ];
     if toolkit.include != toolkit.root.join("include") {
@@ -88,7 +87,7 @@ pub fn plan(inputs: &Inputs) -> Result<Plan> {
             CUDA_LIB.to_owned()
         }
     };
-    let view = View::new(links).with_retarget(inputs.retarget);
+    let view = View::new(links).with_retarget(basis.retarget.as_ref());
 
     // The overlay comes first. Its headers name their neighbours as "../x.h", which resolves only through the folder that the
     // originals lie in. `-isystem` keeps the silence that FlashInfer's own flags give to these headers.
@@ -103,13 +102,13 @@ pub fn plan(inputs: &Inputs) -> Result<Plan> {
     }
 
     let mut flags = Vec::new();
-    for stand_in in inputs.stand_ins {
+    for stand_in in &basis.stand_ins {
         flags.extend(["-include".to_owned(), units::stand_in_path(stand_in)]);
     }
     for flag in recipe.cuda_flags(toolkit.version, module) {
         match flag {
-            "{gencode}" => flags.push(inputs.target.gencode()),
-            "{abi}" => flags.push(format!("-D_GLIBCXX_USE_CXX11_ABI={}", u8::from(inputs.cxx11_abi))),
+            "{gencode}" => flags.push(basis.target.gencode()),
+            "{abi}" => flags.push(format!("-D_GLIBCXX_USE_CXX11_ABI={}", u8::from(basis.cxx11_abi))),
             "{includes}" => flags.extend(includes.iter().flat_map(|(flag, dir)| match flag.as_str() {
                 "-I" => vec![format!("-I{dir}")],
                 _ => vec![flag.clone(), dir.clone()],
@@ -135,8 +134,8 @@ pub fn plan(inputs: &Inputs) -> Result<Plan> {
 
     let named: Vec<(&str, String)> =
         module.sources.iter().map(String::as_str).zip(sources.iter().map(|source| source.path.clone())).collect();
-    let (units, mut ours) = units::units(inputs.layout, &named, overlay, package);
-    ours.extend(inputs.stand_ins.iter().map(|one| format!("include/{}", one.header)));
+    let (units, mut ours) = units::units(layout, &named, overlay, package);
+    ours.extend(basis.stand_ins.iter().map(|one| format!("include/{}", one.header)));
     let compile = units.iter().map(|unit| compile_command(unit, &flags)).collect();
     let artifact = format!("{}.so", module.name);
     // FlashInfer's own link flags name folders that pip toolkits do not have, and a libcuda that nothing here needs (the judge

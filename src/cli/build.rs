@@ -162,11 +162,12 @@ fn build_into(path: &Path, request: &Request, context: &Context, output: &Output
 
 fn unstored_json(made: &Unstored, path: &Path, started: Instant) -> serde_json::Value {
     let Unstored { prepared, verdict, .. } = made;
+    let basis = &prepared.basis;
     json!({
         "verdict": verdict.word(),
-        "module": prepared.module.name,
-        "flashinfer": prepared.flashinfer.version,
-        "target": prepared.target.to_string(),
+        "module": basis.module.name,
+        "flashinfer": basis.flashinfer.version,
+        "target": basis.target.to_string(),
         "run_on": run_on(prepared),
         "test_only": true,
         "key": null,
@@ -177,9 +178,9 @@ fn unstored_json(made: &Unstored, path: &Path, started: Instant) -> serde_json::
         "with_dependency_marks": verdict.with_dependency_marks,
         "need_no_marks": verdict.need_no_marks,
         "faults": verdict.faults,
-        "edits": ids(&prepared.overlay),
+        "edits": ids(&basis.overlay),
         "left_out": prepared.left_out,
-        "cudart": prepared.cudart.word(),
+        "cudart": basis.cudart.word(),
         "min_driver": prepared.min_driver,
         "sha256": made.sha256,
         "bytes": made.bytes,
@@ -189,13 +190,14 @@ fn unstored_json(made: &Unstored, path: &Path, started: Instant) -> serde_json::
 
 fn unstored_text(made: &Unstored, path: &Path, started: Instant) -> String {
     let Unstored { prepared, verdict, bytes, .. } = made;
+    let basis = &prepared.basis;
     let or_nothing = |ids: Vec<&str>| if ids.is_empty() { "nothing".to_owned() } else { ids.join(", ") };
     let mut text = format!(
         "{module} for {target}, FlashInfer {version}: {word}\n  artifact  {path} ({mb:.1} MB), in no store\n  test only {moved}\n  \
          judged    {kernels} kernels, {hollow} hollow; {marks} with dependency marks, {none} that need none\n",
-        module = prepared.module.name,
-        target = prepared.target,
-        version = prepared.flashinfer.version,
+        module = basis.module.name,
+        target = basis.target,
+        version = basis.flashinfer.version,
         word = verdict.word(),
         path = path.display(),
         mb = *bytes as f64 / 1e6,
@@ -210,7 +212,7 @@ fn unstored_text(made: &Unstored, path: &Path, started: Instant) -> String {
     }
     text.push_str(&format!(
         "  repaired  {}\n  left out  {}\n  built in  {} s\n",
-        or_nothing(ids(&prepared.overlay)),
+        or_nothing(ids(&basis.overlay)),
         or_nothing(prepared.left_out.iter().map(String::as_str).collect()),
         seconds(started)
     ));
@@ -219,7 +221,7 @@ fn unstored_text(made: &Unstored, path: &Path, started: Instant) -> String {
 
 /// The GPU that the code is really for, where that is not the target.
 fn run_on(prepared: &Prepared) -> Option<String> {
-    prepared.retarget.as_ref().map(|retarget| retarget.to.to_string())
+    prepared.basis.retarget.as_ref().map(|retarget| retarget.to.to_string())
 }
 
 /// What was done to an artifact for tests, in one line.
@@ -296,11 +298,12 @@ fn seconds(started: Instant) -> f64 {
 
 fn built_json(built: &Built, started: Instant) -> serde_json::Value {
     let (prepared, manifest) = (&built.prepared, &built.entry.manifest);
+    let basis = &prepared.basis;
     json!({
         "verdict": manifest.verdict.verdict,
-        "module": prepared.module.name,
-        "flashinfer": prepared.flashinfer.version,
-        "target": prepared.target.to_string(),
+        "module": basis.module.name,
+        "flashinfer": basis.flashinfer.version,
+        "target": basis.target.to_string(),
         "run_on": manifest.run_on,
         "test_only": manifest.test_only,
         "key": built.entry.key.to_string(),
@@ -310,13 +313,13 @@ fn built_json(built: &Built, started: Instant) -> serde_json::Value {
         "hollow": manifest.verdict.hollow,
         "with_dependency_marks": manifest.verdict.with_dependency_marks,
         "need_no_marks": manifest.verdict.need_no_marks,
-        "edits": ids(&prepared.overlay),
+        "edits": ids(&basis.overlay),
         "consumer": prepared.consumer.as_ref().map(|consumer| &consumer.name),
-        "cudart": prepared.cudart.word(),
+        "cudart": basis.cudart.word(),
         "min_driver": prepared.min_driver,
         "sha256": manifest.artifact.sha256,
-        "nvcc": prepared.toolkit.full_version,
-        "tvm_ffi": prepared.tvm_ffi.version,
+        "nvcc": basis.toolkit.full_version,
+        "tvm_ffi": basis.tvm_ffi.version,
         "elapsed_s": seconds(started),
         "explain": built.explanation.as_ref().map(explain::to_json),
     })
@@ -324,19 +327,19 @@ fn built_json(built: &Built, started: Instant) -> serde_json::Value {
 
 fn built_text(built: &Built, started: Instant) -> String {
     let (prepared, manifest) = (&built.prepared, &built.entry.manifest);
-    let verdict = &manifest.verdict;
-    let version = &prepared.flashinfer.version;
-    let repaired = if prepared.overlay.edits.is_empty() {
+    let (basis, verdict) = (&prepared.basis, &manifest.verdict);
+    let version = &basis.flashinfer.version;
+    let repaired = if basis.overlay.edits.is_empty() {
         "nothing: this release is right as it is".to_owned()
     } else {
-        ids(&prepared.overlay).join(", ")
+        ids(&basis.overlay).join(", ")
     };
     let how = if built.hit { "from the store" } else { "built" };
     format!(
         "{module} for {target}, FlashInfer {version}: {word}\n  artifact  {path} ({mb:.1} MB)\n{test_only}  proven    {proven}\n  repaired  {repaired}\n  \
          for       {loader}\n  needs     {needs}\n  key       {key}, {how} in {elapsed} s\n",
-        module = prepared.module.name,
-        target = prepared.target,
+        module = basis.module.name,
+        target = basis.target,
         word = verdict.verdict,
         path = built.entry.artifact.display(),
         mb = manifest.artifact.bytes as f64 / 1e6,

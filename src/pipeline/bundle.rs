@@ -25,7 +25,7 @@ pub fn export(built: &Built, path: &Path) -> Result<Exported> {
         return Err(Error::refused("an artifact for tests alone does not leave the store")
             .because("it is assembled for another GPU than its target, and a bundle is there to be installed from"));
     }
-    let (sha256, bytes) = Bundle::of(&built.entry, &built.prepared.overlay)?.write(path)?;
+    let (sha256, bytes) = Bundle::of(&built.entry, &built.prepared.basis.overlay)?.write(path)?;
     Ok(Exported { sha256, bytes })
 }
 

@@ -56,7 +56,7 @@ pub(super) fn explain(prepared: &Prepared, store: &Store, hit: Option<&Entry>, m
         let same = inputs.map(|inputs| compare(prepared, &inputs, memo).same).unwrap_or_default();
         return Explanation { hit: true, nearest: Some(nearest(entry)), gone: None, changes: Vec::new(), same };
     }
-    let of_module = |entry: &Entry| entry.manifest.module == prepared.module.name;
+    let of_module = |entry: &Entry| entry.manifest.module == prepared.basis.module.name;
     let entries = store.entries().unwrap_or_default().into_iter().filter_map(|summary| summary.entry.ok()).filter(of_module);
     let mut known: Vec<(usize, Entry, Inputs)> = entries
         .filter_map(|entry| {
@@ -69,7 +69,8 @@ pub(super) fn explain(prepared: &Prepared, store: &Store, hit: Option<&Entry>, m
     let compared = known.into_iter().take(COMPARED).map(|(_, entry, inputs)| (compare(prepared, &inputs, memo), entry));
     let best = compared.min_by_key(|(comparison, _)| comparison.changes.len());
     let gone = store.closures(&prepared.request).iter().find_map(|remembered| {
-        let shadow = closure::shadow(&remembered.files, &prepared.plan.include_dirs, &prepared.plan.view, &prepared.overlay);
+        let shadow =
+            closure::shadow(&remembered.files, &prepared.plan.include_dirs, &prepared.plan.view, &prepared.basis.overlay);
         let inputs = super::inputs(prepared, &remembered.files, memo).ok().filter(|_| shadow.is_none())?;
         Some(inputs.key())
     });
@@ -109,7 +110,7 @@ fn compare(prepared: &Prepared, then: &Inputs, memo: &Memo) -> Comparison {
         comparison.note("header", &name, Some(input.sha256.short()), now.map(|now| now.short()), Some(input.sha256) == now);
     }
     let read = then.closure();
-    if let Some(shadow) = closure::shadow(&read.files, &plan.include_dirs, &plan.view, &prepared.overlay) {
+    if let Some(shadow) = closure::shadow(&read.files, &plan.include_dirs, &plan.view, &prepared.basis.overlay) {
         comparison.changes.push(Change { kind: "shadow", name: shadow, from: None, to: None });
     }
     comparison

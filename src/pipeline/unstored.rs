@@ -25,7 +25,7 @@ pub struct Unstored {
 /// Compiles, judges, and writes the product into the file `output`. Asks no store, and leaves nothing in one.
 pub fn build_into(output: &Path, request: &Request, context: &Context, observe: Observer) -> Result<Unstored> {
     let prepared = prepare(request, context, observe)?;
-    if prepared.retarget.is_none() {
+    if prepared.basis.retarget.is_none() {
         return Err(Error::usage("only an artifact for tests alone is written past the store").hint("name the GPU with --run-on"));
     }
     check_fit(&prepared)?;
