@@ -7,6 +7,7 @@ mod unstored;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -142,30 +143,23 @@ pub fn build(request: &Request, context: &Context, observe: Observer) -> Result<
     check_fit(&prepared)?;
     let store = Store::open(&context.home)?;
     let why = |hit: Option<&Entry>| request.explain.then(|| explain::explain(&prepared, &store, hit, &context.memo));
-    if let Some(entry) = look_up(&prepared, &store, &context.memo)? {
-        let explanation = why(Some(&entry));
-        context.memo.save();
-        return Ok(Built { prepared, entry, hit: true, explanation });
-    }
-    let explanation = why(None);
-    context.memo.save();
-
-    let (mut held, waited) = lock(&prepared, &store, observe)?;
-    let mut found = None;
-    if waited {
-        // Those who waited find the work done, as a rule: they look all at once, not one behind the other.
-        drop(held);
-        found = look_up(&prepared, &store, &context.memo)?;
-        held = if found.is_some() { None } else { lock(&prepared, &store, observe)?.0 };
-    }
-    if found.is_none() {
-        found = look_up(&prepared, &store, &context.memo)?;
-    }
-    if let Some(entry) = found {
-        let explanation = why(Some(&entry));
-        context.memo.save();
-        return Ok(Built { prepared, entry, hit: true, explanation });
-    }
+    let mut explanation = None;
+    let found = match look_up(&prepared, &store, &context.memo)? {
+        Some(entry) => ControlFlow::Break(entry),
+        None => {
+            explanation = why(None);
+            context.memo.save();
+            wait_for_others(&prepared, &store, &context.memo, observe)?
+        }
+    };
+    let held = match found {
+        ControlFlow::Continue(lock) => lock,
+        ControlFlow::Break(entry) => {
+            let explanation = why(Some(&entry));
+            context.memo.save();
+            return Ok(Built { prepared, entry, hit: true, explanation });
+        }
+    };
 
     let staging = store.staging()?;
     let dir = staging.path().join("build");
@@ -180,8 +174,27 @@ pub fn build(request: &Request, context: &Context, observe: Observer) -> Result<
     Ok(Built { prepared, entry, hit: false, explanation })
 }
 
+/// Waits for those who build the same: ends in what one of them has built, or in the lock to build it.
+fn wait_for_others(
+    prepared: &Prepared,
+    store: &Store,
+    memo: &Memo,
+    observe: Observer,
+) -> Result<ControlFlow<Entry, store::Lock>> {
+    let (mut held, waited) = lock(prepared, store, observe)?;
+    if waited {
+        // Those who waited find the work done, as a rule: they look all at once, not one behind the other.
+        drop(held);
+        if let Some(entry) = look_up(prepared, store, memo)? {
+            return Ok(ControlFlow::Break(entry));
+        }
+        (held, _) = lock(prepared, store, observe)?;
+    }
+    Ok(look_up(prepared, store, memo)?.map_or(ControlFlow::Continue(held), ControlFlow::Break))
+}
+
 /// The lock of those who build the same, and whether another held it.
-fn lock(prepared: &Prepared, store: &Store, observe: Observer) -> Result<(Option<store::Lock>, bool)> {
+fn lock(prepared: &Prepared, store: &Store, observe: Observer) -> Result<(store::Lock, bool)> {
     let mut waited = false;
     let lock = store.lock(&prepared.request.to_string(), &mut |holder| {
         if !std::mem::replace(&mut waited, true) {
@@ -190,7 +203,7 @@ fn lock(prepared: &Prepared, store: &Store, observe: Observer) -> Result<(Option
         }
         cancel::check()
     })?;
-    Ok((Some(lock), waited))
+    Ok((lock, waited))
 }
 
 /// What a build stands on: FlashInfer, found on this machine or fetched, and the environment that it was found in.
