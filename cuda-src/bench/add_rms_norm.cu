@@ -94,6 +94,20 @@ __device__ __forceinline__ float block_sum(float value) {
   return value;
 }
 
+// Writes the norm of a row, of which each thread holds its vectors and the sum of their squares.
+template <typename Type, int N>
+__device__ __forceinline__ void write_norm(Vector const (&rows)[N], Vector const (&weights)[N], Vector* norm_out, unsigned vectors,
+                                           float squares, float eps) {
+  float const scale = rsqrtf(block_sum(squares) / static_cast<float>(vectors * 8) + eps);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    unsigned const at = threadIdx.x + i * blockDim.x;
+    if (at < vectors) {
+      norm_out[at] = normed<Type>(rows[i], scale, weights[i]);
+    }
+  }
+}
+
 // `vectors` of a row, at most `N` for each thread.
 template <typename Type, int N>
 __device__ __forceinline__ void add_rms_norm(Vector const* in, Vector const* residual, Vector const* gamma, Vector* residual_out,
@@ -123,14 +137,7 @@ __device__ __forceinline__ void add_rms_norm(Vector const* in, Vector const* res
       residual_out[row + at] = rows[i];
     }
   }
-  float const scale = rsqrtf(block_sum(squares) / static_cast<float>(vectors * 8) + eps);
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    unsigned const at = threadIdx.x + i * blockDim.x;
-    if (at < vectors) {
-      norm_out[row + at] = normed<Type>(rows[i], scale, weights[i]);
-    }
-  }
+  write_norm<Type>(rows, weights, norm_out + row, vectors, squares, eps);
 }
 
 // One vector for each thread of the grid.
@@ -158,14 +165,7 @@ __device__ __forceinline__ void rms_norm(Vector const* in, Vector const* gamma, 
       squares += squares_of<Type>(rows[i]);
     }
   }
-  float const scale = rsqrtf(block_sum(squares) / static_cast<float>(vectors * 8) + eps);
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    unsigned const at = threadIdx.x + i * blockDim.x;
-    if (at < vectors) {
-      norm_out[row + at] = normed<Type>(rows[i], scale, weights[i]);
-    }
-  }
+  write_norm<Type>(rows, weights, norm_out + row, vectors, squares, eps);
 }
 
 }  // namespace
