@@ -748,16 +748,7 @@ impl Play {
         let case = &self.case;
         let (tokens, hidden) = (case.tokens, case.hidden);
         let float = Element::Float(case.dtype);
-        let fusion_with = |fault| planted() == Some(fault) && matches!(case.what, What::Fusion { .. });
-        let told_tokens = if fusion_with(Planted::FewTokens) && case.oneshot() == Some(false) { case.ranks } else { tokens };
-        let told_hidden = if fusion_with(Planted::Stride) { hidden - 256 } else { hidden };
-        let mut values = Values::from([
-            ("world_size", Argument::Int(case.ranks as i64)),
-            ("world_rank", Argument::Int(rank.rank as i64)),
-            ("token_num", Argument::Int(told_tokens as i64)),
-            ("hidden_dim", Argument::Int(told_hidden as i64)),
-            ("launch_with_pdl", Argument::Bool(case.pdl)),
-        ]);
+        let mut values = told(case, rank.rank);
         let mut put = |name, array, element: Element, shape: &[usize]| {
             if let Some(memory) = rank.arrays.get(&array) {
                 let stride = memory.bytes() / case.calls();
@@ -811,55 +802,73 @@ impl Play {
         if let Some(factor) = &rank.scale_factor {
             values.insert("scale_factor", stage.tensor(factor.address(), Element::Float(DType::Fp32), &[1]));
         }
-        self.choices(rank, call, &mut values);
+        if matches!(case.what, What::Custom { .. }) {
+            self.put_buffers(rank, call, &mut values);
+        }
         values
     }
 
-    /// The values that are choices of the case alone.
-    fn choices(&self, rank: &Rank, call: usize, values: &mut Values) {
-        match self.case.what {
-            What::Fusion { pattern, oneshot, fp32_acc, trigger_at_end, scales } => {
-                values.insert("pattern_code", Argument::Int(pattern));
-                values.insert("use_oneshot", Argument::Bool(oneshot));
-                values.insert("fp32_acc", Argument::Bool(fp32_acc));
-                values.insert("trigger_completion_at_end", Argument::Bool(trigger_at_end));
-                if matches!(self.case.what.quant(), Some(Quant::Fp4 | Quant::Mxfp8)) {
-                    values.insert("layout_code", Argument::Int(scales.code()));
-                }
-                if self.case.what.quant() == Some(Quant::GroupFp8) {
-                    values.insert("block_quant_group_size", Argument::Int(self.case.group() as i64));
-                }
-            }
-            What::Custom { path, .. } => {
-                // Zero means a released barrier.
-                let flag = call + 1;
-                values.insert("fusion_op_code", Argument::Int(path.operation()));
-                values.insert("strategy_code", Argument::Int(path.strategy()));
-                values.insert("config_code", Argument::Int(path.config()));
-                values.insert("flag_value", Argument::Int(flag as i64));
-                let names = [flag % 2, 2, 3, 4, 5, 6].into_iter().zip([
-                    "peer_comm_buffer_ptrs",
-                    "peer_barrier_ptrs_in",
-                    "peer_barrier_ptrs_out",
-                    "lamport_ptrs_0",
-                    "lamport_ptrs_1",
-                    "lamport_ptrs_2",
-                ]);
-                for (buffer, name) in names {
-                    let table = &rank.host_tables[buffer];
-                    let shape = vec![table.len() as i64];
-                    let address = table.as_ptr() as u64;
-                    values.insert(name, Argument::Tensor(Tensor { address, place: Place::Host, element: Element::I64, shape }));
-                }
-            }
-            What::MoeReduction { experts, .. } => {
-                values.insert("num_experts", Argument::Int(experts as i64));
-                values.insert("scale_factor_value", Argument::Float(f64::from(FP4_SCALE)));
-                values.insert("layout_code", Argument::Int(layout::Scales::Swizzled.code()));
-            }
-            What::MoeFinalize { .. } | What::Initialize | What::InitializeAll => {}
+    /// The buffers of FlashInfer's older all-reduce, and the flag that stands for one call.
+    fn put_buffers(&self, rank: &Rank, call: usize, values: &mut Values) {
+        // Zero means a released barrier.
+        let flag = call + 1;
+        values.insert("flag_value", Argument::Int(flag as i64));
+        let names = [flag % 2, 2, 3, 4, 5, 6].into_iter().zip([
+            "peer_comm_buffer_ptrs",
+            "peer_barrier_ptrs_in",
+            "peer_barrier_ptrs_out",
+            "lamport_ptrs_0",
+            "lamport_ptrs_1",
+            "lamport_ptrs_2",
+        ]);
+        for (buffer, name) in names {
+            let table = &rank.host_tables[buffer];
+            let shape = vec![table.len() as i64];
+            let address = table.as_ptr() as u64;
+            values.insert(name, Argument::Tensor(Tensor { address, place: Place::Host, element: Element::I64, shape }));
         }
     }
+}
+
+/// What every call of a case is told beside its arrays, by the names of the tables. What a test plants is told instead.
+pub(super) fn told(case: &Case, rank: usize) -> Values {
+    let fusion_with = |fault| planted() == Some(fault) && matches!(case.what, What::Fusion { .. });
+    let few = fusion_with(Planted::FewTokens) && case.oneshot() == Some(false);
+    let tokens = if few { case.ranks } else { case.tokens };
+    let hidden = if fusion_with(Planted::Stride) { case.hidden - 256 } else { case.hidden };
+    let mut values = Values::from([
+        ("world_size", Argument::Int(case.ranks as i64)),
+        ("world_rank", Argument::Int(rank as i64)),
+        ("token_num", Argument::Int(tokens as i64)),
+        ("hidden_dim", Argument::Int(hidden as i64)),
+        ("launch_with_pdl", Argument::Bool(case.pdl)),
+    ]);
+    match case.what {
+        What::Fusion { pattern, oneshot, fp32_acc, trigger_at_end, scales } => {
+            values.insert("pattern_code", Argument::Int(pattern));
+            values.insert("use_oneshot", Argument::Bool(oneshot));
+            values.insert("fp32_acc", Argument::Bool(fp32_acc));
+            values.insert("trigger_completion_at_end", Argument::Bool(trigger_at_end));
+            if matches!(case.what.quant(), Some(Quant::Fp4 | Quant::Mxfp8)) {
+                values.insert("layout_code", Argument::Int(scales.code()));
+            }
+            if case.what.quant() == Some(Quant::GroupFp8) {
+                values.insert("block_quant_group_size", Argument::Int(case.group() as i64));
+            }
+        }
+        What::Custom { path, .. } => {
+            values.insert("fusion_op_code", Argument::Int(path.operation()));
+            values.insert("strategy_code", Argument::Int(path.strategy()));
+            values.insert("config_code", Argument::Int(path.config()));
+        }
+        What::MoeReduction { experts, .. } => {
+            values.insert("num_experts", Argument::Int(experts as i64));
+            values.insert("scale_factor_value", Argument::Float(f64::from(FP4_SCALE)));
+            values.insert("layout_code", Argument::Int(layout::Scales::Swizzled.code()));
+        }
+        What::MoeFinalize { .. } | What::Initialize | What::InitializeAll => {}
+    }
+    values
 }
 
 /// Kernels that are alike, counted; with how many clusters of each a GPU can hold.

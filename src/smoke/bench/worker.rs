@@ -6,11 +6,11 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use super::plan::{ADD, FUNCTION, LONE_NORM, NORM, PATTERN, Point, SETS, Way};
+use super::plan::{ADD, FUNCTION, LONE_NORM, NORM, Point, SETS, Way};
 use super::protocol::{Answer, Order};
 use crate::smoke::cases::{Case, What};
 use crate::smoke::compare;
-use crate::smoke::fault::{self, Planted, planted};
+use crate::smoke::fault;
 use crate::smoke::ffi::driver::{CudaError, Driver, Event, Executable, Function, Graph, Memory, Parameter, Shape, Stream};
 use crate::smoke::ffi::nccl::{Communicator, ID_BYTES, Nccl};
 use crate::smoke::ffi::tvm::{Argument, Element};
@@ -21,7 +21,7 @@ use crate::smoke::numbers::{DType, Floats};
 use crate::smoke::protocol::Answer as Said;
 use crate::smoke::reference::{Distance, EPS, Outputs};
 use crate::smoke::signature::Values;
-use crate::smoke::stage::{Stage, Trouble, Waited, buffers, mangled, must_hold, standing};
+use crate::smoke::stage::{Stage, Trouble, Waited, buffers, mangled, must_hold, standing, told};
 
 /// Our kernels that add and norm.
 pub const SOURCE: Source =
@@ -293,27 +293,19 @@ impl Laid {
     /// The values of a fused call, by the names of the tables.
     fn values(&self, stage: &Stage, way: Way, set: usize) -> Values {
         let Point { ranks, tokens, hidden, dtype, .. } = self.point;
-        let told_hidden = if planted() == Some(Planted::Stride) { hidden - 256 } else { hidden };
         let float = Element::Float(dtype);
         let matrix = |memory: &Memory| stage.tensor(part(memory, set).address(), float, &[tokens, hidden]);
-        Values::from([
+        let mut values = told(&self.point.case(way), self.rank);
+        values.extend([
             ("allreduce_in", matrix(&self.main)),
-            ("world_size", Argument::Int(ranks as i64)),
-            ("world_rank", Argument::Int(self.rank as i64)),
-            ("token_num", Argument::Int(tokens as i64)),
-            ("hidden_dim", Argument::Int(told_hidden as i64)),
             ("workspace_ptrs", stage.tensor(self.table.address(), Element::I64, &[3 * ranks + 1])),
-            ("launch_with_pdl", Argument::Bool(true)),
-            ("use_oneshot", Argument::Bool(way == Way::OneShot)),
-            ("trigger_completion_at_end", Argument::Bool(true)),
-            ("fp32_acc", Argument::Bool(true)),
-            ("pattern_code", Argument::Int(PATTERN)),
             ("residual_in", matrix(&self.residual)),
             ("residual_out", matrix(&self.residual_out)),
             ("norm_out", matrix(&self.norm_out)),
             ("rms_gamma", stage.tensor(part(&self.gamma, set).address(), float, &[hidden])),
             ("rms_eps", Argument::Float(EPS)),
-        ])
+        ]);
+        values
     }
 
     fn captured(&self) -> Result<(Way, &Executable), Trouble> {
