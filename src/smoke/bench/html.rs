@@ -4,9 +4,9 @@ use std::fmt::Write as _;
 
 use plotters::prelude::*;
 
-use super::plan::Scenario;
+use super::plan::{Mode, Scenario};
 use super::report::Report;
-use super::rows::{Mode, Of, Row};
+use super::rows::{Of, Row};
 use super::stats::Difference;
 use crate::smoke::report::escape;
 

@@ -52,9 +52,9 @@ use crate::tables::calls::{OneShot, calls};
 use baseline::Compared;
 use machine::{Gpu, Machine, Topology};
 use measure::{Came, Crew, Loaded, Rival};
-use plan::{ADD, FUNCTION, LONE_NORM, NORM, PATTERN, Point, SETS, Wanted, Way};
+use plan::{ADD, FUNCTION, LONE_NORM, Mode, NORM, PATTERN, Point, SETS, Wanted, Way};
 use report::{Named, Report, Settings};
-use rows::{Legs, Mode, Of, Ran, Row};
+use rows::{Legs, Of, Ran, Row};
 use stats::Difference;
 
 /// Replays before those that count.

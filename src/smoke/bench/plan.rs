@@ -45,11 +45,43 @@ impl Way {
     pub const RIVALS: [Self; 2] = [Self::Nccl, Self::NcclApart];
 
     pub fn word(self) -> &'static str {
+        Mode::from(self).word()
+    }
+}
+
+/// How the sums are made: a way, or the choice between two.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mode {
+    /// NCCL and our norm in line: what everything is compared with.
+    Nccl,
+    /// NCCL on a stream of its own, with separate kernels that add and norm.
+    NcclApart,
+    OneShot,
+    TwoShot,
+    /// What FlashInfer takes where nobody chooses: one of the two, with its figures.
+    Auto,
+}
+
+impl Mode {
+    pub fn word(self) -> &'static str {
         match self {
             Self::Nccl => "nccl",
             Self::NcclApart => "nccl-apart",
             Self::OneShot => "one-shot",
             Self::TwoShot => "two-shot",
+            Self::Auto => "auto",
+        }
+    }
+}
+
+impl From<Way> for Mode {
+    fn from(way: Way) -> Self {
+        match way {
+            Way::Nccl => Self::Nccl,
+            Way::NcclApart => Self::NcclApart,
+            Way::OneShot => Self::OneShot,
+            Way::TwoShot => Self::TwoShot,
         }
     }
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::measure::{Came, Leg};
-use super::plan::{Point, Scenario, Way};
+use super::plan::{Mode, Point, Scenario, Way};
 use super::stats::{Difference, Series, Start, difference, medians_of_starts, series};
 use crate::smoke::numbers::DType;
 use crate::smoke::reference::Distance;
@@ -27,43 +27,6 @@ impl Of {
             Self::Artifact => "artifact",
             Self::Against => "against",
             Self::Nccl => "nccl",
-        }
-    }
-}
-
-/// How the sums are made.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Mode {
-    /// NCCL and our norm in line: what everything is compared with.
-    Nccl,
-    /// NCCL on a stream of its own, with separate kernels that add and norm.
-    NcclApart,
-    OneShot,
-    TwoShot,
-    /// What FlashInfer takes where nobody chooses: one of the two, with its figures.
-    Auto,
-}
-
-impl Mode {
-    pub fn word(self) -> &'static str {
-        match self {
-            Self::Nccl => "nccl",
-            Self::NcclApart => "nccl-apart",
-            Self::OneShot => "one-shot",
-            Self::TwoShot => "two-shot",
-            Self::Auto => "auto",
-        }
-    }
-}
-
-impl From<Way> for Mode {
-    fn from(way: Way) -> Self {
-        match way {
-            Way::Nccl => Self::Nccl,
-            Way::NcclApart => Self::NcclApart,
-            Way::OneShot => Self::OneShot,
-            Way::TwoShot => Self::TwoShot,
         }
     }
 }

@@ -2,8 +2,8 @@
 
 use serde::Serialize;
 
-use super::plan::Scenario;
-use super::rows::{Mode, Of, Row};
+use super::plan::{Mode, Scenario};
+use super::rows::{Of, Row};
 use super::stats::Difference;
 use crate::policy::{FORMAT, Policy, Ranks};
 
