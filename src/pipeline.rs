@@ -43,7 +43,7 @@ pub use gc::{Freed, gc};
 pub use unstored::{Unstored, build_into};
 
 /// The version of the way in which builds are done, beyond what commands and contents say. Part of every key.
-const PLAN_FORMAT: &str = "fi-arch plan 2";
+const PLAN_FORMAT: &str = "fi-arch plan 3";
 
 /// What a user asks of `build`.
 #[derive(Debug, Clone)]

@@ -183,6 +183,8 @@ fn compile_command(unit: &Unit, flags: &[String]) -> Vec<String> {
     let optimisation = &speed().host_optimisation;
     let quick = |flag: &String| *flag == optimisation.from && !optimisation.except.contains(source);
     argv.extend(first.iter().chain(flags).map(|flag| if quick(flag) { optimisation.to.clone() } else { flag.clone() }));
+    // What is local to a unit is named after its path, by default the whole one: the same inputs must give the same bytes anywhere.
+    argv.extend(["-Xcudafe".to_owned(), format!("--orig_src_path_name,{path}")]);
     argv.extend(["-c".to_owned(), path.clone(), "-o".to_owned(), format!("obj/{name}.o")]);
     argv
 }

@@ -44,45 +44,77 @@ const BEFORE: &str = "before";
 /// The folder of the units that sources are split into.
 const SHARDS: &str = "shards";
 
+/// A source that is split: those of a row's units that its header has the features for.
+struct Split {
+    shards: &'static Shards,
+    units: Vec<&'static Shard>,
+    /// The name of the folders for its files: the same files for the same name.
+    name: String,
+}
+
+impl Split {
+    fn new(shards: &'static Shards, has: impl Fn(&str) -> bool) -> Self {
+        let features = shards.features.keys().filter(|feature| has(feature)).map(|feature| format!("-{feature}"));
+        let name = format!("{}{}", shards.from_jobs, features.collect::<String>());
+        let units = shards.units.iter().filter(|unit| unit.needs.as_deref().is_none_or(&has)).collect();
+        Self { shards, units, name }
+    }
+
+    /// Every one that the tables can lead to.
+    fn all() -> impl Iterator<Item = Self> {
+        speed().shards.iter().flat_map(|shards| {
+            (0..1usize << shards.features.len()).map(move |set| {
+                let at = |feature: &str| shards.features.keys().position(|key| key == feature);
+                Self::new(shards, |feature| at(feature).is_some_and(|at| set >> at & 1 == 1))
+            })
+        })
+    }
+
+    /// The folder of the header that goes before the source's own, as an include path.
+    fn before(&self) -> String {
+        format!("{BEFORE}/{}", self.name)
+    }
+
+    fn unit_name(&self, unit: &Shard) -> String {
+        format!("{}-{}", stem(&self.shards.source), unit.name)
+    }
+
+    fn unit_path(&self, unit: &Shard) -> String {
+        format!("{SHARDS}/{}/{}.cu", self.name, self.unit_name(unit))
+    }
+
+    /// The files that it takes: the header that goes before the source's own, and each unit, which reads it too: it may make what
+    /// was declared to be made elsewhere.
+    fn files(&self) -> Vec<(String, String)> {
+        let header = &self.shards.header;
+        let lines = |start: &str, unit: &Shard| -> String {
+            self.shards.declarations(unit).into_iter().map(|one| format!("{start}{one};\n")).collect()
+        };
+        let declared: String = self.units.iter().map(|unit| lines("extern template ", unit)).collect();
+        let mut files = vec![(format!("{}/{header}", self.before()), format!("#include_next <{header}>\n{declared}"))];
+        files.extend(self.units.iter().map(|unit| {
+            // Where a unit defines no function of its own, the front end names what is local to it after its process.
+            let anchor = self.unit_name(unit).replace('-', "_");
+            let anchor = format!("extern \"C\" __attribute__((visibility(\"hidden\"))) void fi_arch_unit_{anchor}() {{}}\n");
+            (self.unit_path(unit), format!("#include <{header}>\n{}{anchor}", lines("template ", unit)))
+        }));
+        files
+    }
+}
+
 /// The file of our own at `path` in the build folder's `ours`, for stand-ins and split sources; none where there is no such file.
 pub fn file(path: &str) -> Option<&'static str> {
-    // A store's answer asks for each file of a split build: all are made once.
-    static SPLIT: OnceLock<BTreeMap<String, String>> = OnceLock::new();
-    if let Some(header) = path.strip_prefix("include/") {
-        return speed().stand_ins.iter().any(|one| one.header == header).then(|| headers::text(header));
+    // A store's answer asks for each file of a split build: those of a split are made once.
+    type Files = OnceLock<BTreeMap<String, String>>;
+    static SPLITS: OnceLock<Vec<(Split, Files)>> = OnceLock::new();
+    let (kind, below) = path.split_once('/')?;
+    if kind == "include" {
+        return speed().stand_ins.iter().any(|one| one.header == below).then(|| headers::text(below));
     }
-    SPLIT.get_or_init(|| speed().shards.iter().flat_map(files).collect()).get(path).map(String::as_str)
-}
-
-/// The files that splitting a source takes: the header that goes before its own, and each unit.
-fn files(shards: &Shards) -> impl Iterator<Item = (String, String)> {
-    let header = &shards.header;
-    let lines = |start: &str, declarations: Vec<String>| -> String {
-        declarations.into_iter().map(|one| format!("{start}{one};\n")).collect()
-    };
-    let extern_but = move |own: Option<&Shard>| -> String {
-        let others = shards.units.iter().filter(|unit| own.is_none_or(|own| own.name != unit.name));
-        others.map(|unit| lines("extern template ", shards.declarations(unit))).collect()
-    };
-    let before = (format!("{}/{header}", before(shards)), format!("#include_next <{header}>\n{}", extern_but(None)));
-    let units = shards.units.iter().map(move |unit| {
-        let own = lines("template ", shards.declarations(unit));
-        (shard_path(shards, unit), format!("#include <{header}>\n{}{own}", extern_but(Some(unit))))
-    });
-    std::iter::once(before).chain(units)
-}
-
-/// The folder of the header that goes before a source's own, as an include path.
-fn before(shards: &Shards) -> String {
-    format!("{BEFORE}/{}", shards.from_jobs)
-}
-
-fn shard_path(shards: &Shards, unit: &Shard) -> String {
-    format!("{SHARDS}/{}/{}.cu", shards.from_jobs, shard_name(shards, unit))
-}
-
-fn shard_name(shards: &Shards, unit: &Shard) -> String {
-    format!("{}-{}", stem(&shards.source), unit.name)
+    let (name, _) = below.split_once('/')?;
+    let splits = SPLITS.get_or_init(|| Split::all().map(|split| (split, Files::new())).collect());
+    let mut named = splits.iter().filter(|(split, _)| split.name == name);
+    named.find_map(|(split, files)| files.get_or_init(|| split.files().into_iter().collect()).get(path)).map(String::as_str)
 }
 
 /// The name of a file without folder and ending.
@@ -96,15 +128,15 @@ pub fn units(layout: Layout, sources: &[(&str, String)], overlay: &Overlay, pack
     let (mut small, mut rest, mut ours) = (Vec::new(), Vec::new(), Vec::new());
     for (source, path) in sources {
         let mut flags = Vec::new();
-        if let Some(shards) = split(layout, source, overlay, package) {
-            small.extend(shards.units.iter().map(|unit| Unit {
-                name: shard_name(shards, unit),
-                path: format!("{OURS}/{}", shard_path(shards, unit)),
-                source: shards.source.clone(),
-                flags: speed().shard_flags.clone(),
+        if let Some(split) = split(layout, source, overlay, package) {
+            flags = vec!["-isystem".to_owned(), format!("{OURS}/{}", split.before())];
+            small.extend(split.units.iter().map(|unit| Unit {
+                name: split.unit_name(unit),
+                path: format!("{OURS}/{}", split.unit_path(unit)),
+                source: split.shards.source.clone(),
+                flags: [&speed().shard_flags[..], &flags].concat(),
             }));
-            ours.extend(files(shards).map(|(path, _)| path));
-            flags = vec!["-isystem".to_owned(), format!("{OURS}/{}", before(shards))];
+            ours.extend(split.files().into_iter().map(|(path, _)| path));
         }
         rest.push(Unit { name: stem(source), path: path.clone(), source: (*source).to_owned(), flags });
     }
@@ -113,19 +145,24 @@ pub fn units(layout: Layout, sources: &[(&str, String)], overlay: &Overlay, pack
 }
 
 /// How `source` is split; none where it stays whole. Of a FlashInfer that no release lists, nobody has looked at what is instantiated.
-fn split(layout: Layout, source: &str, overlay: &Overlay, package: &Path) -> Option<&'static Shards> {
+fn split(layout: Layout, source: &str, overlay: &Overlay, package: &Path) -> Option<Split> {
     let Layout::ForJobs(jobs) = layout else { return None };
     let fitting = speed().shards.iter().filter(|shards| shards.source == source && shards.from_jobs <= jobs && overlay.listed);
-    fitting.filter(|shards| is_as_known(shards, overlay, package)).max_by_key(|shards| shards.from_jobs)
+    let splits = fitting.filter_map(|shards| {
+        let header = header(shards, overlay, package)?;
+        let defines = |text: &str| header.contains(&plain(text));
+        let known = shards.templates.values().all(|template| defines(&template.definition));
+        known.then(|| Split::new(shards, |feature| defines(&shards.features[feature])))
+    });
+    splits.max_by_key(|split| split.shards.from_jobs)
 }
 
-/// Whether the header of a split source defines the functions as the tables say.
-fn is_as_known(shards: &Shards, overlay: &Overlay, package: &Path) -> bool {
+/// The text of a split source's header, as the build reads it.
+fn header(shards: &Shards, overlay: &Overlay, package: &Path) -> Option<String> {
     let below = format!("include/{}", shards.header);
     let edited = super::closure::overlay_file(overlay, &below).map(|file| file.post.clone());
-    let Some(text) = edited.or_else(|| std::fs::read(package.join(DATA).join(below)).ok()) else { return false };
-    let text = plain(&String::from_utf8_lossy(&text));
-    shards.templates.values().all(|template| text.contains(&plain(&template.definition)))
+    let text = edited.or_else(|| std::fs::read(package.join(DATA).join(below)).ok())?;
+    Some(plain(&String::from_utf8_lossy(&text)))
 }
 
 fn plain(text: &str) -> String {
@@ -153,19 +190,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_instantiation_is_made_in_one_unit_and_declared_extern_in_every_other() {
-        for shards in &speed().shards {
-            let before = file(&format!("{}/{}", before(shards), shards.header)).unwrap();
+    fn each_instantiation_is_declared_for_all_and_made_in_one_unit() {
+        for split in Split::all() {
+            let text = |path: &str| file(path).unwrap_or_else(|| panic!("{path}"));
+            let before = text(&format!("{}/{}", split.before(), split.shards.header));
             assert!(before.starts_with("#include_next <flashinfer/"));
-            for unit in &shards.units {
-                for declaration in shards.declarations(unit) {
+            for unit in &split.units {
+                for declaration in split.shards.declarations(unit) {
                     let (made, extern_) = (format!("\ntemplate {declaration};\n"), format!("\nextern template {declaration};\n"));
                     assert!(before.contains(&extern_) && !before.contains(&made), "{before}");
-                    for other in &shards.units {
-                        let text = file(&shard_path(shards, other)).unwrap();
-                        let own = other.name == unit.name;
-                        assert_eq!((text.contains(&made), text.contains(&extern_)), (own, !own), "{declaration}");
-                    }
+                    let makers = split.units.iter().filter(|unit| text(&split.unit_path(unit)).contains(&made));
+                    assert_eq!(makers.map(|unit| &unit.name).collect::<Vec<_>>(), [&unit.name], "{declaration}");
                 }
             }
         }

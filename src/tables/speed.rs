@@ -51,6 +51,9 @@ pub struct Shards {
     pub header: String,
     /// From so many compile jobs at once on.
     pub from_jobs: usize,
+    /// What a header may define, by a name for it.
+    #[serde(default)]
+    pub features: BTreeMap<String, String>,
     pub templates: BTreeMap<String, Template>,
     #[serde(rename = "unit")]
     pub units: Vec<Shard>,
@@ -69,6 +72,9 @@ pub struct Template {
 #[serde(deny_unknown_fields)]
 pub struct Shard {
     pub name: String,
+    /// The feature without which there is no such unit.
+    #[serde(default)]
+    pub needs: Option<String>,
     makes: Vec<String>,
     values: BTreeMap<String, Vec<String>>,
 }
@@ -117,6 +123,8 @@ mod tests {
             assert!(Tables::load().modules.iter().any(|module| module.sources.contains(&shards.source)), "{}", shards.source);
             let made: Vec<String> = shards.units.iter().flat_map(|unit| shards.declarations(unit)).collect();
             assert_eq!(made.iter().collect::<BTreeSet<_>>().len(), made.len(), "{}", shards.source);
+            let needed: BTreeSet<_> = shards.units.iter().filter_map(|unit| unit.needs.as_ref()).collect();
+            assert_eq!(needed, shards.features.keys().collect(), "{}", shards.source);
             assert!(made.iter().all(|text| !text.contains(['{', '}'])), "{made:?}");
             for template in shards.templates.values() {
                 assert!(!template.declaration.contains(';') && template.declaration.contains(">("), "{}", template.declaration);
