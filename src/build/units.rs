@@ -196,6 +196,9 @@ mod tests {
             let before = text(&format!("{}/{}", split.before(), split.shards.header));
             assert!(before.starts_with("#include_next <flashinfer/"));
             for unit in &split.units {
+                // Without a function of its own, a unit's bytes would depend on the folder and the process that compiled it.
+                let anchor = format!("fi_arch_unit_{}()", split.unit_name(unit).replace('-', "_"));
+                assert!(text(&split.unit_path(unit)).contains(&anchor), "{anchor}");
                 for declaration in split.shards.declarations(unit) {
                     let (made, extern_) = (format!("\ntemplate {declaration};\n"), format!("\nextern template {declaration};\n"));
                     assert!(before.contains(&extern_) && !before.contains(&made), "{before}");

@@ -59,6 +59,32 @@ fn trtllm_comm_is_built_proven_and_answered_from_the_store() {
     assert_eq!(again["cache"], "hit");
     assert_eq!(again["key"], built["key"]);
     assert_eq!(again["sha256"], built["sha256"]);
+
+    // What is local to a unit is named after its path in the build folder: after no folder of this machine, and no process.
+    let planned = sandbox.build(&["--sm", "120", "--offline", "--dry-run"]);
+    let commands = planned["commands"].as_array().unwrap().iter().map(|command| command.as_array().unwrap());
+    let sources = commands.filter_map(|words| words.iter().position(|word| word == "-c").map(|at| words[at + 1].as_str().unwrap()));
+    let checksums: Vec<String> = sources.map(|path| format!("{:08x}", crc32fast::hash(path.as_bytes()))).collect();
+    let bytes = fs::read(artifact).unwrap();
+    let names = locals(&bytes);
+    assert!(names.len() > 3, "{names:?}");
+    for name in names {
+        assert!(checksums.contains(&name[..8].to_owned()), "{name} is of none of {checksums:?}");
+        let (_, behind) = name.split_once("_cu_").unwrap();
+        assert_ne!(behind.as_bytes()[8], b'_', "{name} names a process");
+    }
+}
+
+/// What stands behind `_INTERNAL_` in the names of things that are local to a unit.
+fn locals(bytes: &[u8]) -> Vec<String> {
+    const MARK: &[u8] = b"_INTERNAL_";
+    let places = (0..bytes.len() - MARK.len()).filter(|&at| bytes[at..].starts_with(MARK));
+    places
+        .map(|at| {
+            let name = &bytes[at + MARK.len()..];
+            String::from_utf8(name[..name.iter().position(|byte| *byte == 0).unwrap()].to_vec()).unwrap()
+        })
+        .collect()
 }
 
 #[test]
