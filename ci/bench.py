@@ -2,7 +2,8 @@
 
   cold      `fi-arch build` of trtllm_comm with an empty store, everything fetched; beside FlashInfer's own three nvcc commands
             and its link through ninja, from the same files: wall and CPU time, peak memory, and whether the kernels are the same
-  ranks     16 builders of an empty store at once: how many compile, how long after the first the last is done
+  ranks     16 builders of an empty store at once: how many compile, how long after the first the last is done; beside 16 processes
+            that call FlashInfer's own JIT, with its file lock
   warm      `fi-arch build` answered from the store, a whole process; beside a bare Python, and beside the three rows below
   ccache    the same commands through ccache (direct mode) and their link, everything in its cache
   sccache   the same through sccache
@@ -12,8 +13,8 @@
 
 Variables: FI_ARCH (the binary), FI_ARCH_BENCH_RUNS (20; of the quick rows), FI_ARCH_BENCH_TURNS (1; of the rows that compile),
 FI_ARCH_BENCH_RELEASE (0.7.4: no edit, so that both sides compile the same text), FI_ARCH_BENCH_SM (120), FI_ARCH_BENCH_ARGS (more
-arguments of `build`, such as --toolkit), FI_ARCH_BENCH_ENV (an environment with `fi-arch install` in it; without it `import` and
-`verify` are left out), CUOBJDUMP.
+arguments of `build`, such as --toolkit), FI_ARCH_BENCH_ENV (an environment with FlashInfer, torch and `fi-arch install` in it; without it
+`import`, `verify` and the JIT of `ranks` are left out), CUOBJDUMP.
 """
 
 import json
@@ -34,7 +35,8 @@ RUNS = int(os.environ.get("FI_ARCH_BENCH_RUNS", 20))
 TURNS = int(os.environ.get("FI_ARCH_BENCH_TURNS", 1))
 RELEASE = os.environ.get("FI_ARCH_BENCH_RELEASE", "0.7.4")
 ENV = os.environ.get("FI_ARCH_BENCH_ENV")
-BUILD = [FI_ARCH, "build", "--sm", os.environ.get("FI_ARCH_BENCH_SM", "120"), "--flashinfer", RELEASE, "--json"]
+SM = os.environ.get("FI_ARCH_BENCH_SM", "120")
+BUILD = [FI_ARCH, "build", "--sm", SM, "--flashinfer", RELEASE, "--json"]
 BUILD += shlex.split(os.environ.get("FI_ARCH_BENCH_ARGS", ""))
 ROWS = ["cold", "ranks", "warm", "ccache", "sccache", "import", "inspect", "verify"]
 
@@ -91,7 +93,7 @@ class Peer:
     def theirs(words):
         words, out = iter(words), []
         for word in words:
-            if word in ("-include", "--keep-dir"):
+            if word in ("-include", "--keep-dir", "-Xcudafe"):
                 next(words)
             elif word == "-isystem":
                 dir = next(words)
@@ -209,25 +211,77 @@ def cold(scratch):
     say("  kernels", verdict[0].replace(str(peer.dir), "ninja") if verdict else result.stderr.decode()[-300:])
 
 
+def sixteen(one):
+    """Seconds until each of 16 that run at once is done, from the first on, and what each returned."""
+    start, ends = time.perf_counter(), []
+
+    def run():
+        returned = one()
+        ends.append((time.perf_counter() - start, returned))
+
+    threads = [threading.Thread(target=run) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ends.sort(key=lambda end: end[0])
+    text = f"the first is done after {ends[0][0]:.2f} s, the last {ends[-1][0] - ends[0][0]:.3f} s later"
+    return text, [returned for _, returned in ends]
+
+
 def ranks(scratch):
     for turn in range(TURNS):
         env = empty_home(f"{scratch}/ranks-{turn}")
-        start, ends = time.perf_counter(), []
+        text, results = sixteen(lambda: timed(BUILD + ["--offline"], env)[1])
+        compiles = sum(json.loads(result.stdout or "{}").get("cache") == "miss" for result in results)
+        failed = sum(result.returncode != 0 for result in results)
+        say("16 builders", f"{compiles} compiles, {failed} failed; {text}")
+        jits(f"{scratch}/jits-{turn}")
 
-        def one():
-            _, result = timed(BUILD + ["--offline"], env)
-            ends.append((time.perf_counter() - start, json.loads(result.stdout or "{}").get("cache"), result.returncode))
 
-        threads = [threading.Thread(target=one) for _ in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        ends.sort()
-        compiles = sum(end[1] == "miss" for end in ends)
-        failed = sum(end[2] != 0 for end in ends)
-        say("16 builders", f"{compiles} compiles, {failed} failed; the first is done after {ends[0][0]:.2f} s, the last {ends[-1][0] - ends[0][0]:.3f} s later")
-    not_run("  16 JITs", "it takes an environment with torch, and a FlashInfer whose own gate is open for the target")
+JIT = """
+from flashinfer.jit.comm import gen_trtllm_comm_module
+gen_trtllm_comm_module().build_and_load()
+"""
+
+
+def jits(scratch):
+    """FlashInfer's own JIT in 16 processes with an empty cache."""
+    if ENV is None:
+        return not_run("  16 JITs", "FI_ARCH_BENCH_ENV names no environment")
+    python = os.path.join(ENV, "bin", "python")
+    version = must([python, "-c", "from importlib.metadata import version; print(version('flashinfer-python'))"])[1].decode().strip()
+    if version != RELEASE:
+        return not_run("  16 JITs", f"the environment has FlashInfer {version}")
+    _, out = must(BUILD + ["--dry-run", "--jobs", "1"])
+    dry = json.loads(out)
+    if dry["edits"] and SM.startswith("12"):
+        return not_run("  16 JITs", f"FlashInfer {RELEASE} refuses SM {SM}")
+    # The folder that FlashInfer links with is named as a toolkit has it, not as wheels do.
+    cuda, home = Path(dry["folders"]["cuda"]), Path(scratch, "cuda")
+    (home / "lib64/stubs").mkdir(parents=True)
+    for entry in cuda.iterdir():
+        if entry.name != "lib64":
+            (home / entry.name).symlink_to(entry)
+    for library in (cuda / "lib").iterdir():
+        (home / "lib64" / library.name).symlink_to(library)
+        if library.name.startswith("libcudart.so."):
+            (home / "lib64/libcudart.so").symlink_to(library)
+    must(["c++", "-shared", "-o", str(home / "lib64/stubs/libcuda.so"), "-Wl,-soname,libcuda.so.1", "-x", "c++", "/dev/null"])
+    _, target = must([FI_ARCH, "build", "--sm", SM, "--flashinfer", RELEASE, "--dry-run", "--json"])
+    arch = json.loads(target)["target"].removeprefix("sm_")
+    digits = arch.rstrip("af")
+    env = dict(
+        os.environ,
+        CUDA_HOME=str(home),
+        FLASHINFER_WORKSPACE_BASE=scratch,
+        FLASHINFER_CUDA_ARCH_LIST=f"{digits[:-1]}.{digits[-1]}{arch[len(digits):]}",
+    )
+    text, results = sixteen(lambda: timed([python, "-c", JIT], env)[1])
+    bad = [result.stderr for result in results if result.returncode]
+    if len(bad) == len(results):
+        return not_run("  16 JITs", f"it fails here: {bad[0].decode()[-300:]}")
+    say("  16 JITs", f"{len(bad)} failed; {text}")
 
 
 def settled():
