@@ -63,7 +63,8 @@ fn trtllm_comm_is_built_proven_and_answered_from_the_store() {
     // What is local to a unit is named after its path in the build folder: after no folder of this machine, and no process.
     let planned = sandbox.build(&["--sm", "120", "--offline", "--dry-run"]);
     let commands = planned["commands"].as_array().unwrap().iter().map(|command| command.as_array().unwrap());
-    let sources = commands.filter_map(|words| words.iter().position(|word| word == "-c").map(|at| words[at + 1].as_str().unwrap()));
+    let sources =
+        commands.filter_map(|words| words.iter().position(|word| word == "-c").map(|at| words[at + 1].as_str().unwrap()));
     let checksums: Vec<String> = sources.map(|path| format!("{:08x}", crc32fast::hash(path.as_bytes()))).collect();
     let bytes = fs::read(artifact).unwrap();
     let names = locals(&bytes);
