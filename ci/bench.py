@@ -268,8 +268,7 @@ def jits(scratch):
         if library.name.startswith("libcudart.so."):
             (home / "lib64/libcudart.so").symlink_to(library)
     must(["c++", "-shared", "-o", str(home / "lib64/stubs/libcuda.so"), "-Wl,-soname,libcuda.so.1", "-x", "c++", "/dev/null"])
-    _, target = must([FI_ARCH, "build", "--sm", SM, "--flashinfer", RELEASE, "--dry-run", "--json"])
-    arch = json.loads(target)["target"].removeprefix("sm_")
+    arch = dry["target"].removeprefix("sm_")
     digits = arch.rstrip("af")
     env = dict(
         os.environ,
@@ -429,6 +428,8 @@ def main():
     unknown = [name for name in asked if name not in ROWS]
     if unknown:
         sys.exit(f"error: no row {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    if ENV is not None and not os.access(os.path.join(ENV, "bin", "python"), os.X_OK):
+        sys.exit(f"error: FI_ARCH_BENCH_ENV={ENV} is no environment: it has no bin/python")
     must(BUILD + ["--dry-run"])
     say("machine", f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}; FlashInfer {RELEASE}, {BUILD[2]} {BUILD[3]}")
     rows = dict(zip(ROWS, (cold, ranks, warm, ccache, sccache, import_, inspect, verify)))

@@ -148,14 +148,15 @@ pub fn units(layout: Layout, sources: &[(&str, String)], overlay: &Overlay, pack
 /// How `source` is split; none where it stays whole. Of a FlashInfer that no release lists, nobody has looked at what is instantiated.
 fn split(layout: Layout, source: &str, overlay: &Overlay, package: &Path) -> Option<Split> {
     let Layout::ForJobs(jobs) = layout else { return None };
-    let fitting = speed().shards.iter().filter(|shards| shards.source == source && shards.from_jobs <= jobs && overlay.listed);
-    let splits = fitting.filter_map(|shards| {
+    let fits = |shards: &&Shards| shards.source == source && shards.from_jobs <= jobs && overlay.listed;
+    let mut fitting: Vec<&Shards> = speed().shards.iter().filter(fits).collect();
+    fitting.sort_by_key(|shards| std::cmp::Reverse(shards.from_jobs));
+    fitting.into_iter().find_map(|shards| {
         let header = header(shards, overlay, package)?;
         let defines = |text: &str| header.contains(&plain(text));
         let known = shards.templates.values().all(|template| defines(&template.definition));
         known.then(|| Split::new(shards, |feature| defines(&shards.features[feature])))
-    });
-    splits.max_by_key(|split| split.shards.from_jobs)
+    })
 }
 
 /// The text of a split source's header, as the build reads it.
