@@ -139,18 +139,8 @@ mod tests {
     use super::*;
 
     fn image(target: &str, digest: Option<Digest>) -> Image {
-        Image {
-            target: target.to_owned(),
-            kind: if digest.is_some() { Kind::Ptx } else { Kind::Sass },
-            codec: Codec::Raw,
-            fatbin: 0,
-            toolkit: None,
-            stored_bytes: 0,
-            bytes: 0,
-            kernels: Vec::new(),
-            ptx_entries: Vec::new(),
-            digest,
-        }
+        let kind = if digest.is_some() { Kind::Ptx } else { Kind::Sass };
+        Image { digest, ..Image::unread(target.to_owned(), kind, Codec::Raw) }
     }
 
     fn file(images: Vec<Image>) -> Inventory {

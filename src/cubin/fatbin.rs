@@ -221,16 +221,10 @@ impl Entry<'_> {
 /// The image that an entry holds.
 pub fn one_image(entry: &Entry<'_>) -> Result<Image> {
     let mut image = Image {
-        target: format!("compute_{}{}", entry.sm, entry.suffix),
-        kind: entry.kind,
-        codec: entry.codec,
         fatbin: entry.fatbin,
-        toolkit: None,
         stored_bytes: entry.payload.len() as u64,
         bytes: entry.size,
-        kernels: Vec::new(),
-        ptx_entries: Vec::new(),
-        digest: None,
+        ..Image::unread(format!("compute_{}{}", entry.sm, entry.suffix), entry.kind, entry.codec)
     };
     // The codecs of other kinds differ from what their flags say; nothing in those is code yet.
     let unpacks = entry.codec != Codec::Raw && matches!(entry.kind, Kind::Sass | Kind::Ptx);

@@ -55,16 +55,11 @@ pub fn read_elf(bytes: &[u8]) -> Result<Inventory> {
 fn bare_cubin(bytes: &[u8]) -> Result<Inventory> {
     let cubin = image::parse(bytes, None)?;
     let image = Image {
-        target: cubin.target,
-        kind: Kind::Sass,
-        codec: Codec::Raw,
-        fatbin: 0,
         toolkit: cubin.toolkit,
         stored_bytes: bytes.len() as u64,
         bytes: bytes.len() as u64,
         kernels: cubin.kernels,
-        ptx_entries: Vec::new(),
-        digest: None,
+        ..Image::unread(cubin.target, Kind::Sass, Codec::Raw)
     };
     Ok(Inventory { format: Format::Cubin, images: vec![image], registered: BTreeSet::new(), linkage: None })
 }
@@ -137,18 +132,8 @@ mod tests {
 
     #[test]
     fn a_name_right_behind_other_constants_is_found() {
-        let images = [Image {
-            target: "sm_120f".to_owned(),
-            kind: Kind::Ptx,
-            codec: Codec::Raw,
-            fatbin: 0,
-            toolkit: None,
-            stored_bytes: 0,
-            bytes: 0,
-            kernels: Vec::new(),
-            ptx_entries: vec!["_Z1kPf".to_owned()],
-            digest: None,
-        }];
+        let ptx = Image::unread("sm_120f".to_owned(), Kind::Ptx, Codec::Raw);
+        let images = [Image { ptx_entries: vec!["_Z1kPf".to_owned()], ..ptx }];
         let found = |bytes: &[u8]| registered(&[bytes], &images).into_iter().collect::<Vec<_>>();
         assert_eq!(found(b"\0_Z1kPf\0"), ["_Z1kPf"]);
         assert_eq!(found(b"\0\x10\xff_Z1kPf\0"), ["_Z1kPf"]);

@@ -118,6 +118,12 @@ pub struct Image {
 }
 
 impl Image {
+    /// One of which nothing is known yet but what its container says.
+    fn unread(target: String, kind: Kind, codec: Codec) -> Self {
+        let (kernels, ptx_entries) = (Vec::new(), Vec::new());
+        Self { target, kind, codec, fatbin: 0, toolkit: None, stored_bytes: 0, bytes: 0, kernels, ptx_entries, digest: None }
+    }
+
     /// The kernels that cannot write memory outside their thread block.
     pub fn hollow(&self) -> impl Iterator<Item = &Kernel> {
         self.kernels.iter().filter(|kernel| kernel.hollow)
