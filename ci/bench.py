@@ -13,7 +13,7 @@
 
 Variables: FI_ARCH (the binary), FI_ARCH_BENCH_RUNS (20; of the quick rows), FI_ARCH_BENCH_TURNS (1; of the rows that compile),
 FI_ARCH_BENCH_RELEASE (0.7.4: no edit, so that both sides compile the same text), FI_ARCH_BENCH_SM (120), FI_ARCH_BENCH_ARGS (more
-arguments of `build`, such as --toolkit), FI_ARCH_BENCH_ENV (an environment with FlashInfer, torch and `fi-arch install` in it; without it
+arguments of `build`, such as --toolkit; with --env the release is the one there), FI_ARCH_BENCH_ENV (an environment with FlashInfer, torch and `fi-arch install` in it; without it
 `import`, `verify` and the JIT of `ranks` are left out), CUOBJDUMP.
 """
 
@@ -36,8 +36,9 @@ TURNS = int(os.environ.get("FI_ARCH_BENCH_TURNS", 1))
 RELEASE = os.environ.get("FI_ARCH_BENCH_RELEASE", "0.7.4")
 ENV = os.environ.get("FI_ARCH_BENCH_ENV")
 SM = os.environ.get("FI_ARCH_BENCH_SM", "120")
-BUILD = [FI_ARCH, "build", "--sm", SM, "--flashinfer", RELEASE, "--json"]
-BUILD += shlex.split(os.environ.get("FI_ARCH_BENCH_ARGS", ""))
+ARGS = shlex.split(os.environ.get("FI_ARCH_BENCH_ARGS", ""))
+BUILD = [FI_ARCH, "build", "--sm", SM, "--json"] + ARGS + ([] if "--env" in ARGS else ["--flashinfer", RELEASE])
+OFFLINE = [] if "--offline" in ARGS else ["--offline"]
 ROWS = ["cold", "ranks", "warm", "ccache", "sccache", "import", "inspect", "verify"]
 
 
@@ -107,14 +108,14 @@ class Peer:
                 out.append(word.replace("overlay/csrc", "data/csrc"))
         return out
 
-    def ninja(self):
-        """Writes the ninja file, and returns the command."""
+    def ninja(self, rules=""):
+        """Writes the ninja file, `rules` in each of its rules, and returns the command."""
         text, objects = "", []
         for at, words in enumerate(self.compile):
             out = words[words.index("-o") + 1]
             objects.append(out)
-            text += f"rule c{at}\n  command = {shlex.join(words)}\nbuild {out}: c{at}\n"
-        text += f"rule link\n  command = {shlex.join(self.link)}\nbuild {self.link[-1]}: link {' '.join(objects)}\n"
+            text += f"rule c{at}\n  command = {shlex.join(words)}\n{rules}build {out}: c{at}\n"
+        text += f"rule link\n  command = {shlex.join(self.link)}\n{rules}build {self.link[-1]}: link {' '.join(objects)}\n"
         (self.dir / "build.ninja").write_text(text)
         return ["ninja", "-C", str(self.dir)]
 
@@ -197,7 +198,7 @@ def cold(scratch):
         theirs.append(Watched(ninja))
         say("cold, ninja", theirs[-1].text())
         home = empty_home(f"{scratch}/cold-{turn}")
-        ours.append(Watched(BUILD + ["--offline"], home))
+        ours.append(Watched(BUILD + OFFLINE, home))
         built = json.loads(ours[-1].out)
         say("cold, fi-arch", f"{ours[-1].text()}; {manifest_of(built['artifact'])['units']} units, verdict {built['verdict']}")
     median = lambda runs, what: statistics.median(getattr(run, what) for run in runs)
@@ -207,8 +208,12 @@ def cold(scratch):
         say("  note", f"{RELEASE} is edited: ninja compiles the sources as they are, which is less work where kernels are hollow")
     # Its exit code says whether anything differs; a plain build of sources that are edited does.
     _, result = timed([FI_ARCH, "inspect", built["artifact"], "--against", str(peer.dir / peer.link[-1])])
-    verdict = [line.strip() for line in result.stdout.decode().splitlines() if " equal" in line or "differs from" in line]
+    lines = [line.strip() for line in result.stdout.decode().splitlines()]
+    verdict = [line for line in lines if " equal" in line or "differs from" in line]
     say("  kernels", verdict[0].replace(str(peer.dir), "ninja") if verdict else result.stderr.decode()[-300:])
+    reserved = sum(": resources, shared" in line for line in lines)
+    if reserved:
+        say("  of these", f"{reserved} with the same code and another size of shared memory")
 
 
 def sixteen(one):
@@ -232,7 +237,7 @@ def sixteen(one):
 def ranks(scratch):
     for turn in range(TURNS):
         env = empty_home(f"{scratch}/ranks-{turn}")
-        text, results = sixteen(lambda: timed(BUILD + ["--offline"], env)[1])
+        text, results = sixteen(lambda: timed(BUILD + OFFLINE, env)[1])
         compiles = sum(json.loads(result.stdout or "{}").get("cache") == "miss" for result in results)
         failed = sum(result.returncode != 0 for result in results)
         say("16 builders", f"{compiles} compiles, {failed} failed; {text}")
@@ -364,12 +369,14 @@ def import_(scratch):
     if ENV is None:
         return not_run("import + ninja", "FI_ARCH_BENCH_ENV names no environment")
     peer = Peer(tempfile.mkdtemp(dir=scratch))
-    # ninja looks at the outputs' time stamps alone.
+    # Without a log ninja takes what is there for out of date, but for what a "generator" made: there it goes by time stamps.
     for words in peer.compile:
         (peer.dir / words[words.index("-o") + 1]).touch()
     (peer.dir / peer.link[-1]).touch()
-    ninja = peer.ninja()
-    must(ninja)
+    ninja = peer.ninja("  generator = 1\n")
+    _, said = must(ninja)
+    if b"no work to do" not in said:
+        sys.exit(f"error: ninja had something to do: {said.decode()[-300:]}")
     settled()
     times, beside = [], []
     for _ in range(min(RUNS, 5)):
@@ -424,13 +431,14 @@ def verify(scratch):
 
 
 def main():
+    global RELEASE
     asked = sys.argv[1:] or ROWS
     unknown = [name for name in asked if name not in ROWS]
     if unknown:
         sys.exit(f"error: no row {', '.join(unknown)}; there are {', '.join(ROWS)}")
     if ENV is not None and not os.access(os.path.join(ENV, "bin", "python"), os.X_OK):
         sys.exit(f"error: FI_ARCH_BENCH_ENV={ENV} is no environment: it has no bin/python")
-    must(BUILD + ["--dry-run"])
+    RELEASE = json.loads(must(BUILD + ["--dry-run"])[1])["flashinfer"]
     say("machine", f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}; FlashInfer {RELEASE}, {BUILD[2]} {BUILD[3]}")
     rows = dict(zip(ROWS, (cold, ranks, warm, ccache, sccache, import_, inspect, verify)))
     with tempfile.TemporaryDirectory(prefix="fi-arch-bench-") as scratch:

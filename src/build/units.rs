@@ -1,10 +1,10 @@
 //! The translation units of a build: a module's sources as they are, or each source split by the types for which it instantiates
 //! its kernels, so that many cores have something to do.
 //!
-//! Both make the same kernels, instruction by instruction, but for where ptxas places a block's arrays in shared memory, which goes by what
-//! else is in a unit. The bytes of the file differ, so what a store holds is keyed by the units too, while a request is the same for all
-//! and is answered by whichever is there. A source is split without a change of its text: a
-//! header of ours that goes before the source's own declares instantiations `extern template`, and small units make them.
+//! Both make the same kernels, instruction by instruction; how much shared memory ptxas reserves for one goes by what else is in a unit.
+//! The bytes of the file differ, so what a store holds is keyed by the units too, while a request is the same for all and is answered by
+//! whichever is there. A source is split without a change of its text: a header of ours that goes before the source's own declares
+//! instantiations `extern template`, and small units make them.
 
 use std::collections::BTreeMap;
 use std::path::Path;

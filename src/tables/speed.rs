@@ -85,7 +85,9 @@ impl Shards {
         let mut all = Vec::new();
         for name in &unit.makes {
             let mut made = vec![self.templates[name].declaration.clone()];
-            for (key, values) in &unit.values {
+            // The key that is last in the alphabet, `type`, changes slowest, as it does in the sources: where a kernel's arrays lie
+            // in shared memory can go by what was made before it.
+            for (key, values) in unit.values.iter().rev() {
                 let place = format!("{{{key}}}");
                 made = made
                     .into_iter()
