@@ -201,9 +201,14 @@ def cold(scratch):
         ours.append(Watched(BUILD + OFFLINE, home))
         built = json.loads(ours[-1].out)
         say("cold, fi-arch", f"{ours[-1].text()}; {manifest_of(built['artifact'])['units']} units, verdict {built['verdict']}")
-    median = lambda runs, what: statistics.median(getattr(run, what) for run in runs)
-    shares = {what: median(ours, what) / median(theirs, what) for what in ("wall", "cpu", "peak_mib")}
-    say("  ratio", f"wall {shares['wall']:.2f}, CPU {shares['cpu']:.2f}, peak memory {shares['peak_mib']:.2f} x ninja's")
+
+    def share(what):
+        """The median of the turns' ratios, and the least and the most of several."""
+        shares = [getattr(our, what) / getattr(their, what) for our, their in zip(ours, theirs)]
+        spread = f" ({min(shares):.2f} to {max(shares):.2f})" if TURNS > 1 else ""
+        return f"{statistics.median(shares):.2f}{spread}"
+
+    say("  ratio", f"wall {share('wall')}, CPU {share('cpu')}, peak memory {share('peak_mib')} x ninja's")
     if peer.edits:
         say("  note", f"{RELEASE} is edited: ninja compiles the sources as they are, which is less work where kernels are hollow")
     # Its exit code says whether anything differs; a plain build of sources that are edited does.

@@ -613,11 +613,19 @@ fn look_up(prepared: &Prepared, store: &Store, memo: &Memo) -> Result<Option<Ent
             tracing::info!("a stored artifact does not fit any more: {shadow}");
             continue;
         }
-        // A file that is gone belongs to another state of the machine: no hit, and no failure.
-        let Ok(inputs) = inputs(prepared, &files, memo) else { continue };
-        if let Some(entry) = store.lookup(&inputs.key(), memo) {
+        let inputs = match inputs(prepared, &files, memo) {
+            Ok(inputs) => inputs,
+            // A file that is gone belongs to another state of the machine: no hit, and no failure.
+            Err(error) => {
+                tracing::info!("a stored artifact does not fit any more: {error}");
+                continue;
+            }
+        };
+        let key = inputs.key();
+        if let Some(entry) = store.lookup(&key, memo) {
             return check_consumer(prepared, &entry).map(|()| Some(entry));
         }
+        tracing::info!("what such a compile read is there, and makes {}, which is not in the store", key.short());
     }
     Ok(None)
 }

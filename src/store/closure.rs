@@ -33,10 +33,15 @@ struct Remembered {
 impl Store {
     /// What compiles of `request` have read, newest first. An unreadable memory is an empty one: it costs a compile.
     pub fn closures(&self, request: &Key) -> Vec<Closure> {
-        let Ok(bytes) = fs::read(self.closure_file(request)) else { return Vec::new() };
-        match serde_json::from_slice::<Remembered>(&bytes) {
+        let file = self.closure_file(request);
+        let read = fs::read(&file).and_then(|bytes| Ok(serde_json::from_slice::<Remembered>(&bytes)?));
+        match read {
             Ok(remembered) if remembered.format == manifest::FORMAT => remembered.closures,
-            _ => Vec::new(),
+            Ok(_) => Vec::new(),
+            Err(error) => {
+                tracing::debug!("nothing is remembered in {}: {error}", file.display());
+                Vec::new()
+            }
         }
     }
 
