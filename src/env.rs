@@ -160,13 +160,21 @@ impl Vars {
 
 /// The folder of everything that fi-arch keeps: `FI_ARCH_HOME`, else the platform's cache folder `/fi-arch`.
 pub fn home() -> Result<PathBuf> {
-    if let Some(dir) = var(FI_ARCH_HOME) {
-        let dir = PathBuf::from(dir);
-        return std::path::absolute(&dir).map_err(|e| Error::io("resolve", &dir, e));
+    let home = match var(FI_ARCH_HOME) {
+        Some(dir) => {
+            let dir = PathBuf::from(dir);
+            std::path::absolute(&dir).map_err(|e| Error::io("resolve", &dir, e))?
+        }
+        None => dirs::cache_dir().map(|dir| dir.join("fi-arch")).ok_or_else(|| {
+            Error::machine("no folder to keep artifacts in")
+                .because("neither FI_ARCH_HOME, XDG_CACHE_HOME nor HOME is set")
+                .hint("set FI_ARCH_HOME to a folder that can be written")
+        })?,
+    };
+    if home.to_str().is_none() {
+        return Err(Error::machine(format!("artifacts cannot be kept in {}", home.display()))
+            .because("its name is not UTF-8, and JSON can name no file in it")
+            .hint("set FI_ARCH_HOME to a folder whose name is UTF-8"));
     }
-    dirs::cache_dir().map(|dir| dir.join("fi-arch")).ok_or_else(|| {
-        Error::machine("no folder to keep artifacts in")
-            .because("neither FI_ARCH_HOME, XDG_CACHE_HOME nor HOME is set")
-            .hint("set FI_ARCH_HOME to a folder that can be written")
-    })
+    Ok(home)
 }

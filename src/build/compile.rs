@@ -115,6 +115,9 @@ fn spawn(job: &Job, dir: &Path, logs: &Path) -> Result<Child> {
     let log2 = log.try_clone().map_err(|e| Error::io("open", &log_path, e))?;
     let mut command = Command::new(program(&job.argv[0], dir));
     command.args(&job.argv[1..]).current_dir(dir).stdin(Stdio::null()).stdout(log).stderr(log2);
+    // nvcc calls its tools through a shell, by names that start with its own and with TMPDIR, and quotes none of them: it gets to know
+    // nothing of the folder that the build folder lies in.
+    command.arg0(&job.argv[0]).env("TMPDIR", "tmp");
     // A group of its own, so that one signal reaches nvcc and everything that nvcc started.
     command.process_group(0);
     for name in env::SILENT_INPUTS {
@@ -123,8 +126,7 @@ fn spawn(job: &Job, dir: &Path, logs: &Path) -> Result<Child> {
         }
         command.env_remove(name);
     }
-    let tmp = dir.join("tmp");
-    command.env("TMPDIR", &tmp).env("LC_ALL", "C").env("SOURCE_DATE_EPOCH", "0");
+    command.env("LC_ALL", "C").env("SOURCE_DATE_EPOCH", "0");
     command.spawn().map_err(|e| {
         Error::machine(format!("cannot start {}", job.argv[0]))
             .because(e)

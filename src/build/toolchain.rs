@@ -5,6 +5,7 @@
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -16,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use super::consumer::Consumer;
 use super::diagnose::diagnose;
+use super::view::CUDA;
 use crate::digest::Digest;
 use crate::env;
 use crate::error::{Error, Result};
@@ -686,25 +688,39 @@ pub fn host_library(host: &HostCompiler, name: &str) -> Option<PathBuf> {
 /// Proves that the host compiler compiles against the toolkit's headers and links `cudart`, with the flags of the real link.
 pub fn probe_link(toolkit: &Toolkit, cudart: &Cudart, host: &HostCompiler, staging: &Path) -> Result<()> {
     let dir = probe_folder(staging)?;
-    let source = dir.path().join("probe.cpp");
     let text = "#include <cuda_runtime_api.h>\n#include <string>\nextern \"C\" int probe() { return std::string(cudaGetErrorString(cudaGetLastError())).empty(); }\n";
-    fs::write(&source, text).map_err(|e| Error::io("write", &source, e))?;
-    let folder = cudart.file().parent().unwrap_or(&toolkit.root);
+    write(dir.path(), "probe.cpp", text)?;
+    link(dir.path(), "include", &toolkit.include)?;
+    link(dir.path(), "lib", cudart.file().parent().unwrap_or(&toolkit.root))?;
     let mut command = compiler_command(&host.path);
-    command.args(&host.args).args(["-shared", "-fPIC", "-Wl,--no-undefined", "-o"]).arg(dir.path().join("probe.so"));
-    command.arg("-I").arg(&toolkit.include).arg(&source).args(link_flags(cudart, &folder.to_string_lossy()));
+    command.args(&host.args).args(["-shared", "-fPIC", "-Wl,--no-undefined", "-o", "probe.so", "-I", "include", "probe.cpp"]);
+    command.args(link_flags(cudart, "lib"));
     probe(&mut command, dir.path(), "a small library does not compile and link against this toolkit", toolkit, host)
 }
 
 /// Proves that nvcc compiles an empty kernel for `target` with this host compiler. Takes about half a second.
 pub fn probe_nvcc(toolkit: &Toolkit, host: &HostCompiler, target: Target, staging: &Path) -> Result<()> {
     let dir = probe_folder(staging)?;
-    let source = dir.path().join("probe.cu");
-    fs::write(&source, "__global__ void probe(int* p) { *p = 1; }\n").map_err(|e| Error::io("write", &source, e))?;
+    write(dir.path(), "probe.cu", "__global__ void probe(int* p) { *p = 1; }\n")?;
     let mut command = toolkit.command();
+    if let Ok(below) = toolkit.nvcc.strip_prefix(&toolkit.root) {
+        // By the name that it has in the build folder.
+        link(dir.path(), CUDA, &toolkit.root)?;
+        command.arg0(Path::new(CUDA).join(below));
+    }
     command.arg("-ccbin").arg(&host.path).args(host.args.iter().map(|arg| format!("-Xcompiler={arg}")));
-    command.args(["-std=c++17", &target.gencode(), "-c", "-o"]).arg(dir.path().join("probe.o")).arg(&source);
+    command.args(["-std=c++17", &target.gencode(), "-c", "-o", "probe.o", "probe.cu"]);
     probe(&mut command, dir.path(), &format!("nvcc does not compile an empty kernel for {target}"), toolkit, host)
+}
+
+fn write(dir: &Path, name: &str, text: &str) -> Result<()> {
+    let file = dir.join(name);
+    fs::write(&file, text).map_err(|e| Error::io("write", &file, e))
+}
+
+fn link(dir: &Path, name: &str, to: &Path) -> Result<()> {
+    let link = dir.join(name);
+    std::os::unix::fs::symlink(to, &link).map_err(|e| Error::io("create the link", &link, e))
 }
 
 fn probe_folder(staging: &Path) -> Result<tempfile::TempDir> {
@@ -713,7 +729,7 @@ fn probe_folder(staging: &Path) -> Result<tempfile::TempDir> {
 
 fn probe(command: &mut Command, dir: &Path, what: &str, toolkit: &Toolkit, host: &HostCompiler) -> Result<()> {
     // In the staging folder, where the build will write too: a full disk shows now. In English: the text is read below.
-    command.current_dir(dir).env("TMPDIR", dir).env("LC_ALL", "C");
+    command.current_dir(dir).env("TMPDIR", ".").env("LC_ALL", "C");
     let failed = |why: String| Error::machine(what).because(why);
     let ran = process::run(command, PROBE).map_err(|e| failed(format!("{}: {e}", command.get_program().display())))?;
     if ran.ok {

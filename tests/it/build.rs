@@ -1,7 +1,9 @@
 //! `fi-arch build` on real wheels with real nvcc. The small module `vllm_comm` (one source, seconds) stands for all that does
 //! not depend on the module; one test builds `trtllm_comm` whole.
 
+use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -310,6 +312,10 @@ fn two_folders_give_the_same_bytes() {
     let site = own_flashinfer(&two, "a/longer/name for a site");
     let tmp = two.path("tmp");
     fs::create_dir_all(&tmp).unwrap();
+    // A name that a shell would take apart.
+    let home = two.path("$(false) $HOME, 'home' & \"b\"");
+    fs::create_dir_all(&home).unwrap();
+    std::os::unix::fs::symlink(two.home().join("wheels"), home.join("wheels")).unwrap();
     // The runtime that the consumer brings, and the one that is linked in for it.
     for consumer in ["cu130", "cu128"] {
         let first = one.build(&small(&["--flashinfer", RELEASE, "--for", consumer]));
@@ -325,6 +331,7 @@ fn two_folders_give_the_same_bytes() {
                 None => command.env_remove(name),
             };
         }
+        command.env("FI_ARCH_HOME", &home);
         command.env("HOME", &tmp).env("TMPDIR", &tmp).env("LC_ALL", "C.UTF-8").env("TZ", "Asia/Tokyo").env("USER", "other");
         // A folder that compilers would search unasked, with a header of a common name that nobody can compile.
         fs::create_dir_all(two.path("poison")).unwrap();
@@ -334,9 +341,10 @@ fn two_folders_give_the_same_bytes() {
         assert_eq!((&second["cache"], &first["key"]), (&"miss".into(), &second["key"]));
         assert_eq!(first["sha256"], second["sha256"], "{consumer}");
         let bytes = fs::read(first["artifact"].as_str().unwrap()).unwrap();
-        let home = one.home();
-        let needle = text(&home).as_bytes();
-        assert!(!bytes.windows(needle.len()).any(|window| window == needle), "no build path is in the artifact");
+        for home in [&one.home(), &home] {
+            let needle = text(home).as_bytes();
+            assert!(!bytes.windows(needle.len()).any(|window| window == needle), "no build path is in the artifact");
+        }
     }
 }
 
@@ -485,6 +493,10 @@ fn a_home_that_cannot_be_written_is_told() {
     let mut command = sandbox.command(&["build", "--sm", "120", "--offline"]);
     command.env("FI_ARCH_HOME", "/proc/fi-arch");
     Ran::of(&mut command).exits(3).says("hint:");
+    let name = OsStr::from_bytes(b"a\xff");
+    let mut command = sandbox.command(&["cache", "ls", "--json"]);
+    command.env("FI_ARCH_HOME", sandbox.path("").join(name));
+    Ran::of(&mut command).exits(3).says("its name is not UTF-8").says("set FI_ARCH_HOME");
 }
 
 #[test]
