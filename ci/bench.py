@@ -13,8 +13,8 @@
 
 Variables: FI_ARCH (the binary), FI_ARCH_BENCH_RUNS (20; of the quick rows), FI_ARCH_BENCH_TURNS (1; of the rows that compile),
 FI_ARCH_BENCH_RELEASE (0.7.4: no edit, so that both sides compile the same text), FI_ARCH_BENCH_SM (120), FI_ARCH_BENCH_ARGS (more
-arguments of `build`, such as --toolkit; with --env the release is the one there), FI_ARCH_BENCH_ENV (an environment with FlashInfer, torch and `fi-arch install` in it; without it
-`import`, `verify` and the JIT of `ranks` are left out), CUOBJDUMP.
+arguments of `build`, such as --toolkit; with --env the release is the one there), FI_ARCH_BENCH_ENV (an environment with FlashInfer,
+torch and `fi-arch install` in it; without it `import`, `verify` and the JIT of `ranks` are left out), CUOBJDUMP.
 """
 
 import json
@@ -211,14 +211,21 @@ def cold(scratch):
     say("  ratio", f"wall {share('wall')}, CPU {share('cpu')}, peak memory {share('peak_mib')} x ninja's")
     if peer.edits:
         say("  note", f"{RELEASE} is edited: ninja compiles the sources as they are, which is less work where kernels are hollow")
+    say("  kernels", kernels_beside(built["artifact"], peer.dir / peer.link[-1]))
+
+
+def kernels_beside(ours, theirs):
+    """How many kernels are the same in two artifacts, in words."""
     # Its exit code says whether anything differs; a plain build of sources that are edited does.
-    _, result = timed([FI_ARCH, "inspect", built["artifact"], "--against", str(peer.dir / peer.link[-1])])
-    lines = [line.strip() for line in result.stdout.decode().splitlines()]
-    verdict = [line for line in lines if " equal" in line or "differs from" in line]
-    say("  kernels", verdict[0].replace(str(peer.dir), "ninja") if verdict else result.stderr.decode()[-300:])
-    reserved = sum(": resources, shared" in line for line in lines)
-    if reserved:
-        say("  of these", f"{reserved} with the same code and another size of shared memory")
+    _, result = timed([FI_ARCH, "inspect", "--json", str(ours), "--against", str(theirs)])
+    if result.returncode not in (0, 1):
+        sys.exit(f"error: the kernels cannot be compared\n{result.stderr.decode()[-3000:]}")
+    against = json.loads(result.stdout)["files"][0]["against"]
+    differs = {}
+    for one in against["differences"]:
+        differs.setdefault((one["target"], one["kernel"]), set()).add(one["what"])
+    resources = sum(whats == {"resources"} for whats in differs.values())
+    return f"{against['equal_kernels']} equal; {resources} with the same code and other resources; {len(differs) - resources} differ"
 
 
 def sixteen(one):
