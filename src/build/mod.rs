@@ -25,3 +25,13 @@ pub mod retarget;
 pub mod toolchain;
 pub mod units;
 pub mod view;
+
+use std::os::unix::fs::symlink;
+use std::path::Path;
+
+use crate::error::{Error, Result};
+
+/// Makes `link` a symbolic link to `to`.
+fn link(to: &Path, link: &Path) -> Result<()> {
+    symlink(to, link).map_err(|e| Error::io("create the link", link, e))
+}

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use super::consumer::Consumer;
 use super::diagnose::diagnose;
-use super::view::CUDA;
+use super::view;
 use crate::digest::Digest;
 use crate::env;
 use crate::error::{Error, Result};
@@ -690,8 +690,8 @@ pub fn probe_link(toolkit: &Toolkit, cudart: &Cudart, host: &HostCompiler, stagi
     let dir = probe_folder(staging)?;
     let text = "#include <cuda_runtime_api.h>\n#include <string>\nextern \"C\" int probe() { return std::string(cudaGetErrorString(cudaGetLastError())).empty(); }\n";
     write(dir.path(), "probe.cpp", text)?;
-    link(dir.path(), "include", &toolkit.include)?;
-    link(dir.path(), "lib", cudart.file().parent().unwrap_or(&toolkit.root))?;
+    super::link(&toolkit.include, &dir.path().join("include"))?;
+    super::link(cudart.file().parent().unwrap_or(&toolkit.root), &dir.path().join("lib"))?;
     let mut command = compiler_command(&host.path);
     command.args(&host.args).args(["-shared", "-fPIC", "-Wl,--no-undefined", "-o", "probe.so", "-I", "include", "probe.cpp"]);
     command.args(link_flags(cudart, "lib"));
@@ -705,8 +705,8 @@ pub fn probe_nvcc(toolkit: &Toolkit, host: &HostCompiler, target: Target, stagin
     let mut command = toolkit.command();
     if let Ok(below) = toolkit.nvcc.strip_prefix(&toolkit.root) {
         // By the name that it has in the build folder.
-        link(dir.path(), CUDA, &toolkit.root)?;
-        command.arg0(Path::new(CUDA).join(below));
+        super::link(&toolkit.root, &dir.path().join(view::CUDA))?;
+        command.arg0(Path::new(view::CUDA).join(below));
     }
     command.arg("-ccbin").arg(&host.path).args(host.args.iter().map(|arg| format!("-Xcompiler={arg}")));
     command.args(["-std=c++17", &target.gencode(), "-c", "-o", "probe.o", "probe.cu"]);
@@ -716,11 +716,6 @@ pub fn probe_nvcc(toolkit: &Toolkit, host: &HostCompiler, target: Target, stagin
 fn write(dir: &Path, name: &str, text: &str) -> Result<()> {
     let file = dir.join(name);
     fs::write(&file, text).map_err(|e| Error::io("write", &file, e))
-}
-
-fn link(dir: &Path, name: &str, to: &Path) -> Result<()> {
-    let link = dir.join(name);
-    std::os::unix::fs::symlink(to, &link).map_err(|e| Error::io("create the link", &link, e))
 }
 
 fn probe_folder(staging: &Path) -> Result<tempfile::TempDir> {

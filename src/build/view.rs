@@ -67,7 +67,7 @@ impl View {
                 retarget.lay_out(&link, to)?;
                 continue;
             }
-            std::os::unix::fs::symlink(to, &link).map_err(|e| Error::io("create the link", &link, e))?;
+            super::link(to, &link)?;
         }
         overlay.write_to(&dir.join(OVERLAY))
     }

@@ -14,7 +14,7 @@ mod ptx;
 mod tools;
 
 use std::fs;
-use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 pub use tools::{Tool, become_tool};
@@ -102,8 +102,7 @@ fn link_all(from: &Path, to: &Path, but: &[&str]) -> Result<()> {
         if but.iter().any(|name| entry.file_name() == *name) {
             continue;
         }
-        let link = to.join(entry.file_name());
-        symlink(entry.path(), &link).map_err(|e| Error::io("create the link", &link, e))?;
+        super::link(&entry.path(), &to.join(entry.file_name()))?;
     }
     Ok(())
 }
