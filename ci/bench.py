@@ -31,8 +31,17 @@ import time
 from pathlib import Path
 
 FI_ARCH = os.environ["FI_ARCH"]
-RUNS = int(os.environ.get("FI_ARCH_BENCH_RUNS", 20))
-TURNS = int(os.environ.get("FI_ARCH_BENCH_TURNS", 1))
+
+
+def count(name, default):
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal() or int(text) < 1:
+        sys.exit(f"error: {name}={text} is no number of runs: 1 or more")
+    return int(text)
+
+
+RUNS = count("FI_ARCH_BENCH_RUNS", 20)
+TURNS = count("FI_ARCH_BENCH_TURNS", 1)
 RELEASE = os.environ.get("FI_ARCH_BENCH_RELEASE", "0.7.4")
 ENV = os.environ.get("FI_ARCH_BENCH_ENV")
 SM = os.environ.get("FI_ARCH_BENCH_SM", "120")
